@@ -1,0 +1,37 @@
+# make demo and make test set everything up by themselves. Python to use: make PYTHON=python3.12
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test check format bench proof clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt tools/make-venv
+	PYTHON=$(PYTHON) sh tools/make-venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python benchmarks/run.py
+
+proof: setup
+	$(BIN)/python -m pytest -m proof
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache src/*.egg-info

@@ -1,0 +1,57 @@
+"""Runs the documents: every ```python block of README.md and docs/ is a test.
+
+The blocks of one document share one namespace and run in order, in an empty folder. A block is
+left out only by a comment that says why: ``<!-- skip: next "needs four GPUs" -->``.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+from sybil import Document, Region, Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+# Read by mypy, never run.
+collect_ignore = ["tests/typing"]
+
+_skips = SkipParser()
+_lookalike = re.compile(r"(?m)^[ \t>*+\d.)-]*(?:`{3,}|~{3,})(?!python$)[ \t{]*[pP][yY].*$")
+
+
+def _skips_with_a_reason(document: Document) -> Iterable[Region]:
+    for region in _skips(document):
+        action, reason = region.parsed
+        if action != "next" or not re.fullmatch(r'"[^"]+"', reason or ""):
+            line = document.line_column(region.start)
+            raise ValueError(f'{document.path}, {line}: write <!-- skip: next "the reason" -->')
+        yield region
+
+
+def _no_block_escapes(document: Document) -> Iterable[Region]:
+    """Refuse fences that read as Python but are not spelt so: they would never run."""
+    for found in _lookalike.finditer(document.text):
+        line = document.line_column(found.start())
+        raise ValueError(f"{document.path}, {line}: {found[0]!r} should be ```python")
+    return ()
+
+
+def _enter_empty_folder(namespace: dict[str, Any]) -> None:
+    stack = contextlib.ExitStack()
+    namespace["_leave"] = stack.close
+    stack.callback(os.chdir, os.getcwd())  # noqa: PTH109 -- only to come back to
+    os.chdir(stack.enter_context(tempfile.TemporaryDirectory()))
+
+
+def _leave_folder(namespace: dict[str, Any]) -> None:
+    namespace["_leave"]()
+
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), _skips_with_a_reason, _no_block_escapes],
+    patterns=["*.md"],
+    setup=_enter_empty_folder,
+    teardown=_leave_folder,
+).pytest()

@@ -1,0 +1,150 @@
+"""What holdfast does today, in half a minute: four real ranks, and faults on purpose.
+
+Run it with ``make demo``.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from holdfast.coordination import TorchCoordinator
+from holdfast.errors import CheckpointError, SaveError
+from holdfast.resilience import (
+    CheckpointRollbackManager,
+    CircuitBreaker,
+    FaultToleranceHandler,
+    RetryPolicy,
+)
+from holdfast.storage import MemoryStorage
+from holdfast.testing import RankGang
+
+RANKS = 4
+LIVENESS_S = 2.0
+QUICK = RetryPolicy(initial_delay_s=0.05, max_delay_s=0.2)
+
+
+def training_step(rank: int, victim: int, fault: Callable[[], None]) -> tuple[float, str]:
+    """One rank's part of a save; the victim comes to harm in the middle of it.
+
+    Returns how long after that this rank knew how the save had ended, and how it ended.
+    """
+    with TorchCoordinator(liveness_timeout_s=LIVENESS_S) as coordinator:
+        coordinator.barrier()
+        harm_at = time.monotonic() + 0.2
+        try:
+            with coordinator.operation("save step_100") as operation:
+                with operation.phase("write shards"):
+                    if rank == victim:
+                        time.sleep(harm_at - time.monotonic())
+                        fault()
+                    operation.barrier()
+        except CheckpointError as error:
+            return time.monotonic() - harm_at, str(error)
+        return time.monotonic() - harm_at, "saved"
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("the loss is NaN")
+
+
+def be_late() -> None:
+    time.sleep(LIVENESS_S * 1.5)
+
+
+def main() -> None:
+    # Its own account of a dead store, with C++ stack traces, would drown ours.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    say("holdfast demo: one process, then four real ranks (gloo) on this machine\n")
+    began = time.monotonic()
+    show_retry()
+    show_breaker()
+    show_rollback()
+    say("starting four ranks ...")
+    with RankGang(RANKS):
+        pass  # torch is imported once, here; every later gang starts in a blink
+    show_fault("rank 2 raises", 2, fail)
+    show_fault("rank 3 is killed", 3, be_killed)
+    show_fault("rank 0, which hosts the store, is killed", 0, be_killed)
+    show_fault(f"rank 1 is stopped (liveness_timeout_s={LIVENESS_S:g})", 1, be_stopped)
+    show_fault(f"rank 1 is late by {LIVENESS_S * 1.5:g} s, but alive", 1, be_late)
+    say(f"\nDone in {time.monotonic() - began:.0f} s.")
+
+
+def show_retry() -> None:
+    attempts = 0
+
+    def flaky_upload() -> str:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 3:
+            raise ConnectionResetError("connection reset by peer")
+        return "uploaded"
+
+    result = FaultToleranceHandler(retry_policy=QUICK).execute_with_retry(flaky_upload)
+    show("a connection that breaks twice", f"{result} at attempt {attempts}")
+
+
+def show_breaker() -> None:
+    calls = 0
+
+    def dead_service() -> None:
+        nonlocal calls
+        calls += 1
+        raise ConnectionRefusedError("connection refused")
+
+    breaker = CircuitBreaker(failure_threshold=3)
+    for _ in range(10):
+        breaker.execute(dead_service, fallback=lambda: None)
+    show("ten calls to a dead service", f"{calls} reached it, then the circuit was open")
+
+
+def show_rollback() -> None:
+    storage = MemoryStorage()
+    handler = FaultToleranceHandler(storage, QUICK)
+    saver = CheckpointRollbackManager(handler, storage)
+    saver.save_with_rollback("last.ckpt", lambda: b"good weights")
+
+    def crash() -> bytes:
+        raise MemoryError("out of memory while serialising")
+
+    try:
+        saver.save_with_rollback("last.ckpt", crash)
+    except SaveError:
+        kept = storage.read("last.ckpt").decode()
+        objects = [info.key for info in storage.list()]
+        show("a save that fails half-way", f"{kept!r} is untouched, no debris ({objects[0]} only)")
+
+
+def show_fault(title: str, victim: int, fault: Callable[[], None]) -> None:
+    others = [rank for rank in range(RANKS) if rank != victim]
+    with RankGang(RANKS) as gang:
+        gang.start(training_step, victim, fault)
+        outcomes = gang.outcomes(60, ranks=others)
+    ends = [outcome.value for outcome in outcomes if outcome.value is not None]
+    slowest = max(seconds for seconds, _ in ends)
+    show(title, f"{len(ends)} of {len(others)} others knew within {slowest:.2f} s:")
+    for text in sorted({text for _, text in ends}):
+        say(f"      {text}")
+
+
+def show(what: str, result: str) -> None:
+    say(f"  {what:<46} {result}")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""What outsiders implement, and what several rooms share: Storage, Coordinator, Clock.
+
+Everything here is a protocol, a value or a name; nothing does anything. Docstrings are the
+contract: whoever implements a protocol keeps them, whoever calls one may rely on them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+__all__ = [
+    "COMMIT_RECORD",
+    "SMALL_OBJECT_BYTES",
+    "Clock",
+    "Collectives",
+    "Coordinator",
+    "Data",
+    "ObjectInfo",
+    "ObjectWriter",
+    "Operation",
+    "ReadRange",
+    "Storage",
+]
+
+COMMIT_RECORD: Final = "metadata.json"
+"""A checkpoint exists if and only if ``<prefix>/metadata.json`` exists; it is written last."""
+
+SMALL_OBJECT_BYTES: Final = 64 * 1024 * 1024
+"""The most that ``Storage.create`` and ``Storage.replace`` take."""
+
+Data = bytes | bytearray | memoryview
+"""Contiguous bytes. Implementations read them during the call and keep no reference."""
+
+
+class Clock(Protocol):
+    """Monotonic seconds and two ways to let them pass. Never wall-clock time."""
+
+    def now(self) -> float:
+        """Seconds since some fixed moment. Never goes back."""
+
+    def sleep(self, seconds: float) -> None:
+        """Block this thread for that long."""
+
+    async def sleep_async(self, seconds: float) -> None:
+        """Suspend this task for that long; cancellation passes through."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One stored object: its key, its size, and a version that changes whenever its bytes do."""
+
+    key: str
+    size_bytes: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRange:
+    """Bytes ``start`` to ``start + len(into)`` of an object, wanted in the caller's memory."""
+
+    start: int
+    into: memoryview
+
+
+class ObjectWriter(Protocol):
+    """One object being written. Used by one thread at a time unless the storage says otherwise.
+
+    A context manager: leaving the block without ``finish()`` aborts.
+    """
+
+    def write_at(self, offset: int, data: Data) -> None:
+        """Put ``data`` at ``offset``, in any order. Bytes written twice are refused, here or by
+        ``finish()``."""
+
+    def finish(self) -> ObjectInfo:
+        """Make the object visible, whole and durable, or raise and leave what was there before.
+
+        Refuses an object with holes. Call once.
+        """
+
+    def abort(self) -> None:
+        """Drop everything written. Idempotent; does nothing after ``finish()``."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Storage(Protocol):
+    """Bytes by key. Knows nothing of tensors, ranks or checkpoints.
+
+    Keys are relative names with ``/`` between the parts (``step_100/shard-0.safetensors``);
+    what cannot be a key is a ``ValueError``.
+    All methods may be called from any thread. A method that returns has taken effect durably:
+    it survives a crash of this process, and of the machine where the storage outlives it.
+    Failures are ``StorageError``s; only a ``TransientStorageError`` is worth trying again.
+    Every method but ``create`` and ``replace`` is idempotent.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where this is, for people and for error messages. Carries no secrets."""
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Start writing an object of any size. Readers see nothing until ``finish()``, then
+        all of it; an object already under that key is replaced at that instant."""
+
+    def create(self, key: str, data: Data) -> ObjectInfo:
+        """Store a small object if the key is free, else ``ObjectExistsError``. Atomic: of
+        several callers one wins."""
+
+    def replace(self, key: str, data: Data, expected: str) -> ObjectInfo:
+        """Replace a small object if its version is still ``expected``. Atomic.
+        ``ObjectChangedError`` if it is another, ``ObjectNotFoundError`` if it is gone."""
+
+    def read(self, key: str) -> bytes:
+        """The whole object. ``ObjectNotFoundError`` if there is none."""
+
+    def read_into(self, key: str, ranges: Sequence[ReadRange]) -> None:
+        """Fill every range. A range past the end is a ``StorageError``, never a short read."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object whose key starts with the characters of ``prefix``, ordered by key."""
+
+    def stat(self, key: str) -> ObjectInfo:
+        """The object's size and version. ``ObjectNotFoundError`` if there is none."""
+
+    def delete(self, key: str) -> None:
+        """Remove the object; nothing happens if there is none."""
+
+    def free_bytes(self) -> int | None:
+        """Room left, or ``None`` where the storage does not know."""
+
+
+class Collectives(Protocol):
+    """What ranks do together. Every rank makes the same calls in the same order.
+
+    Payloads are bytes; what they mean is the caller's business. Every call is bounded by
+    ``timeout_s`` (``None``: the coordinator's own) and raises on every rank that takes part:
+    ``RankTimeoutError`` naming the ranks that are alive and did not come, ``RankLostError``
+    naming those that died or fell silent, or the error that another rank raised.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return once every rank has called this."""
+
+    def broadcast(
+        self, data: Data | None, *, source: int = 0, timeout_s: float | None = None
+    ) -> bytes:
+        """Return ``source``'s data on every rank; the others' ``data`` is ignored.
+        ``source`` does not wait for the others."""
+
+    def gather(
+        self, data: Data, *, target: int = 0, timeout_s: float | None = None
+    ) -> list[bytes] | None:
+        """Return every rank's data, in rank order, on ``target``, and ``None`` elsewhere.
+        Only ``target`` waits."""
+
+    def all_gather(self, data: Data, timeout_s: float | None = None) -> list[bytes]:
+        """Return every rank's data, in rank order, on every rank."""
+
+
+class Operation(Collectives, Protocol):
+    """Collectives that succeed or fail together. See ``Coordinator.operation``."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Name what this rank is doing, so that errors can say so. Waits for nobody."""
+
+
+class Coordinator(Collectives, Protocol):
+    """The ranks of a job. All methods may be called from any thread."""
+
+    def operation(
+        self, name: str, timeout_s: float | None = None
+    ) -> AbstractContextManager[Operation]:
+        """A block that every rank enters, and that ends the same way on all of them.
+
+        Leaving it waits for the others. If the block raises on one rank, every rank raises
+        that error with ``rank`` and ``phase`` set: at once if it is waiting in the block, else
+        at its next collective there. ``timeout_s`` bounds the whole block's waits. Operations
+        of different names may run at the same time in different threads; those of one name
+        run one after the other.
+        """
+
+    def wait_for_rank(self, rank: int, timeout_s: float | None = None) -> None:
+        """Wait until ``rank`` arrives, that is, calls ``wait_for_rank`` with its own number.
+
+        The rank itself returns at once. Ranks that need not wait need not call. The n-th wait
+        for a rank ends with that rank's n-th arrival.
+        """
+
+    def close(self) -> None:
+        """Release threads, processes and connections. Idempotent; other calls then raise
+        ``ClosedError``. Does not wait for other ranks."""

@@ -1,0 +1,182 @@
+"""A client of the c10d store on a thread of its own. Knows keys and bytes, no ranks.
+
+A store call can block for ever when the process that hosts the store is stopped: the client's
+own timeouts do not fire. So nobody calls the store from a thread that matters. Work is handed
+to the channel's thread; the caller waits, looks up twenty times a second, and walks away when
+the store has been quiet for too long. An abandoned thread ends when its call returns.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, final
+
+T = TypeVar("T")
+
+LOOK_S = 0.05
+CANCEL_S = 0.25
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that is used."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+class StoreFailedError(Exception):
+    """The store answered with an error, or its connection broke."""
+
+
+class _CancelledError(Exception):
+    """The caller has gone; the work must stop."""
+
+
+@final
+class Session:
+    """The store as one piece of work sees it: cancellable, and leaving a trace of answers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.answered_at = time.monotonic()
+        self.cancelled = False
+        self.chores: list[Callable[[], object]] = []
+
+    def later(self, chore: Callable[[], object]) -> None:
+        """Do ``chore`` once the caller has its result: tidying that nobody should wait for."""
+        self.chores.append(chore)
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.answered_at = time.monotonic()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._call(self._store.set, key, value)
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        if len(keys) == 1:
+            return [self._call(self._store.get, keys[0])]
+        return self._call(self._store.multi_get, list(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._call(self._store.add, key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._call(self._store.check, list(keys))
+
+    def set_if_absent(self, key: str, value: bytes) -> bytes:
+        """Set it unless somebody has; either way what it is now."""
+        return self._call(self._store.compare_set, key, b"", value)
+
+    def delete(self, key: str) -> None:
+        self._call(self._store.delete_key, key)
+
+    def _call(self, function: Callable[..., T], *args: Any) -> T:
+        if self.cancelled:
+            raise _CancelledError
+        try:
+            return function(*args)
+        except RuntimeError as error:  # every error of a torch store is one
+            raise StoreFailedError(str(error).partition("\n")[0]) from error
+        finally:
+            self.answered_at = time.monotonic()
+
+
+class _Job(Generic[T]):
+    def __init__(self, work: Callable[[Session], T]) -> None:
+        self.work = work
+        self.done = threading.Event()
+        self.session: Session | None = None
+        self.began_at = time.monotonic()
+        self.value: T
+        self.error: BaseException | None = None
+
+    def quiet_s(self) -> float:
+        last = self.began_at if self.session is None else self.session.answered_at
+        return time.monotonic() - last
+
+
+def _wait(job: _Job[T], judge: Callable[[float], BaseException | None]) -> T:
+    verdict = None
+    while verdict is None and not job.done.wait(LOOK_S):
+        verdict = judge(job.quiet_s())
+    try:
+        if verdict is not None:
+            raise verdict
+        if job.error is not None:
+            raise job.error
+        return job.value
+    finally:
+        del job, verdict  # see Channel.run
+
+
+@final
+class Channel:
+    """One client and its thread. Used by one caller at a time; ``usable`` until it failed once."""
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        self.usable = True
+        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        # Started before connecting: connecting blocks too when the store's host is stopped.
+        threading.Thread(
+            target=self._serve, args=(connect,), name="holdfast-store", daemon=True
+        ).start()
+
+    def run(
+        self, work: Callable[[Session], T], judge: Callable[[float], BaseException | None]
+    ) -> T:
+        """Do ``work`` on the channel's thread and return what it returns.
+
+        While it runs, ``judge`` is told for how many seconds the store has been quiet and may
+        return an error: then the work is abandoned and the error raised.
+        """
+        job = _Job(work)
+        self._jobs.put(job)
+        try:
+            return _wait(job, judge)
+        except BaseException:
+            if job.session is not None:
+                job.session.cancelled = True
+            self.usable = job.done.wait(CANCEL_S) and self.usable
+            raise
+        finally:
+            # An error refers to this frame; if the frame referred to the error, both, and the
+            # coordinator with its helper process, would live until the next garbage collection.
+            del job
+
+    def close(self) -> None:
+        self.usable = False
+        self._jobs.put(None)
+
+    def _serve(self, connect: Callable[[], Store]) -> None:
+        store: Store | None = None
+        while (job := self._jobs.get()) is not None:
+            try:
+                if store is None:
+                    store = _connected(connect)
+                job.session = Session(store)
+                job.value = job.work(job.session)
+            except BaseException as error:  # noqa: BLE001 -- the caller raises it
+                job.error = error
+                self.usable = self.usable and not isinstance(error, StoreFailedError)
+            job.done.set()
+            chores = [] if job.session is None else job.session.chores
+            job = None
+            with contextlib.suppress(StoreFailedError, _CancelledError):
+                # Untidied keys are only clutter; if the store is gone the next call will say so.
+                for chore in chores:
+                    chore()
+
+
+def _connected(connect: Callable[[], Store]) -> Store:
+    try:
+        return connect()
+    except RuntimeError as error:
+        raise StoreFailedError(str(error).partition("\n")[0]) from error

@@ -1,0 +1,399 @@
+"""One operation over the c10d store: keys in, keys out, nothing left behind.
+
+A value is set under one key (a large one in parts of at most 4 MiB: the store drops a
+connection that sends more than 8). Receivers poll for it, because a store's own ``wait`` can
+neither be cancelled nor time out without writing warnings to stderr. Who gathers deletes what
+it took; the last receiver of a broadcast deletes it. A failed operation leaves one small
+record until every rank has left it.
+
+Known inefficiency: everything goes through one server, so with thousands of ranks a barrier
+takes as long as that server needs for some five messages a rank.
+"""
+
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, final
+
+from holdfast.coordination._beacon import LEFT
+from holdfast.coordination._channel import Channel, Session, StoreFailedError
+from holdfast.coordination._liveness import LOSS_IN_WORDS, Liveness
+from holdfast.coordination._outcome import decode, encode
+from holdfast.errors import (
+    CheckpointError,
+    ClosedError,
+    CoordinationError,
+    ErrorRecord,
+    RankLostError,
+    RankTimeoutError,
+)
+
+T = TypeVar("T")
+
+PART_BYTES = 4 * 1024 * 1024
+VETO = bytes(4)  # in place of the number of parts, which is never 0
+BATCH = 64  # keys asked for in one message
+EAGER_POLLS = 10
+FIRST_PAUSE_S = 0.0001
+MAX_PAUSE_S = 0.2
+STUCK_S = 0.75
+NEWS_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Who takes part, how it is known that they live, and when this stops being asked."""
+
+    rank: int
+    world_size: int
+    liveness: Liveness | None
+    silence_s: float
+    is_closed: Callable[[], bool]
+
+    def lost(self) -> dict[int, str]:
+        return {} if self.liveness is None else self.liveness.lost()
+
+    def joined(self) -> set[int]:
+        return {self.rank} if self.liveness is None else self.liveness.joined()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """One collective: its keys in the store, its words for people, its end."""
+
+    base: str
+    what: str
+    timeout_s: float
+    deadline: float
+
+    def key(self, name: str) -> str:
+        return f"{self.base}/{name}"
+
+
+@final
+class StoreExchange:
+    """See `holdfast.coordination._group.Exchange`. Used by one thread at a time."""
+
+    def __init__(
+        self, channel: Channel, ranks: Ranks, *, base: str, name: str, timeout_s: float
+    ) -> None:
+        self._channel = channel
+        self._ranks = ranks
+        self._base = base
+        self._failed = f"{base}/failed"
+        self._name = name
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._count = 0
+        self._mine: list[str] = []
+
+    def barrier(self, timeout_s: float | None) -> None:
+        self._meet(self._next("barrier", timeout_s), b"", lambda _: b"")
+
+    def all_gather(self, data: bytes, timeout_s: float | None) -> list[bytes]:
+        meeting = self._next("all_gather", timeout_s)
+        return split(self._meet(meeting, data, join))
+
+    def broadcast(self, data: bytes | None, source: int, timeout_s: float | None) -> bytes:
+        meeting = self._next("broadcast", timeout_s)
+        return self._run(lambda session: self._broadcast(session, meeting, data, source))
+
+    def gather(self, data: bytes, target: int, timeout_s: float | None) -> list[bytes] | None:
+        meeting = self._next("gather", timeout_s)
+        return self._run(lambda session: self._gather(session, meeting, data, target))
+
+    def count(self, key: str) -> int:
+        """Add one to the number under ``key`` and return it."""
+        return self._run(lambda session: session.add(key, 1))
+
+    def await_arrival(self, key: str, count: int, rank: int) -> None:
+        """Wait until ``rank`` has counted ``count`` arrivals under ``key``."""
+        meeting = self._next(f"wait for rank {rank}", None)
+
+        def work(session: Session) -> None:
+            poll = self._poll(meeting)
+            while True:
+                lost = self._ranks.lost()
+                if session.add(key, 0) >= count:
+                    return
+                if rank in lost:
+                    raise lost_error({rank: lost[rank]}, meeting.what)
+                poll(session, lambda: [rank])
+
+        self._run(work)
+
+    def await_value(self, key: str, rank: int) -> bytes:
+        """The value that ``rank`` sets under ``key``. Nobody deletes it."""
+        meeting = self._next("start of the coordinator", None)
+
+        def work(session: Session) -> bytes:
+            self._await(session, meeting, {rank: key}, {rank: key})
+            return session.get([key])[0]
+
+        return self._run(work)
+
+    def set_value(self, key: str, value: bytes) -> None:
+        self._run(lambda session: session.set(key, value))
+
+    def fail(self, record: ErrorRecord) -> ErrorRecord:
+        if not self._channel.usable:  # the store is gone; each rank finds out by itself
+            return record
+
+        def work(session: Session) -> ErrorRecord:
+            agreed = decode(session.set_if_absent(self._failed, encode(record)))
+            session.later(lambda: self._leave(session))
+            return agreed
+
+        try:
+            return self._run(work)
+        except CheckpointError:  # likewise; the failure at hand says more than this one
+            return record
+
+    def _leave(self, session: Session) -> None:
+        """The last rank to leave tidies up: until then somebody may be reading any key, and
+        reading a key that has just gone would block."""
+        litter, left = f"{self._base}/litter", f"{self._base}/left"
+        session.set(f"{litter}/{self._ranks.rank}", json.dumps(self._mine).encode())
+        if session.add(left, 1) < self._ranks.world_size:
+            return
+        for rank in range(self._ranks.world_size):
+            for key in json.loads(session.get([f"{litter}/{rank}"])[0]):
+                session.delete(key)
+            session.delete(f"{litter}/{rank}")
+        session.delete(self._failed)
+        session.delete(left)
+
+    def _next(self, what: str, timeout_s: float | None) -> Meeting:
+        self._count += 1
+        until = self._deadline
+        if timeout_s is not None:
+            until = min(until, time.monotonic() + timeout_s)
+        return Meeting(
+            base=f"{self._base}/{self._count}-{what}",
+            what=what if self._name == what else f"{what} {self._count} of {self._name}",
+            timeout_s=self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s),
+            deadline=until,
+        )
+
+    def _meet(
+        self, meeting: Meeting, data: bytes, combine: Callable[[list[bytes]], bytes]
+    ) -> bytes:
+        """Rank 0 gathers, combines, and tells everybody.
+
+        Rank 0's word and the veto of a rank that gives up go to one key, and the first of them
+        stands: either all ranks that live get through or none does.
+        """
+        key = meeting.key("all")
+
+        def work(session: Session) -> bytes:
+            try:
+                parts = self._gather(session, meeting, data, 0)
+                if parts is not None:
+                    return self._take_word(session, key, self._put(session, key, combine(parts)))
+                self._await(session, meeting, {0: key}, self._arrivals(meeting))
+                return self._take_word(session, key, session.get([key])[0])
+            except (RankLostError, RankTimeoutError) as error:
+                record = ErrorRecord.of(error, rank=self._ranks.rank)
+                word = session.set_if_absent(key, VETO + encode(record))
+                self._mine.append(key)
+                return self._take_word(session, key, word)
+
+        before = len(self._mine)
+        result = self._run(work)
+        del self._mine[:before]  # every rank has come this far, and so has read all of that
+        return result
+
+    def _take_word(self, session: Session, key: str, word: bytes) -> bytes:
+        """The value of a broadcast whose first part is ``word``; the last to take it deletes it."""
+        if word.startswith(VETO):
+            raise decode(word[len(VETO) :]).rebuild()
+        value = self._rest(session, key, word)
+
+        def acknowledge() -> None:
+            if session.add(f"{key}/read", 1) == self._ranks.world_size:
+                self._delete(session, key, word)
+                session.delete(f"{key}/read")
+
+        session.later(acknowledge)
+        return value
+
+    def _arrivals(self, meeting: Meeting) -> dict[int, str]:
+        return {rank: meeting.key(str(rank)) for rank in range(self._ranks.world_size)}
+
+    def _gather(
+        self, session: Session, meeting: Meeting, data: bytes, target: int
+    ) -> list[bytes] | None:
+        keys = self._arrivals(meeting)
+        own = keys.pop(self._ranks.rank)
+        if self._ranks.rank != target:
+            self._put(session, own, data)
+            return None
+        self._put(session, own, b"")  # so that others can tell who has arrived
+        session.later(lambda: session.delete(own))
+        self._await(session, meeting, keys, keys)
+        taken = self._take(session, list(keys.values()))
+        taken.insert(target, data)
+        return taken
+
+    def _broadcast(
+        self, session: Session, meeting: Meeting, data: bytes | None, source: int
+    ) -> bytes:
+        key = meeting.key("all")
+        if data is None:
+            self._await(session, meeting, {source: key}, {source: key})
+            return self._take_word(session, key, session.get([key])[0])
+        return self._take_word(session, key, self._put(session, key, data))
+
+    def _put(self, session: Session, key: str, data: bytes) -> bytes:
+        """Set the value unless the key is taken, and return what is under the key itself.
+
+        That comes last: once it is there, all parts are.
+        """
+        parts = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)] or [b""]
+        for number, part in enumerate(parts[1:], 1):
+            session.set(f"{key}/{number}", part)
+        self._mine += [key, *(f"{key}/{number}" for number in range(1, len(parts)))]
+        return session.set_if_absent(key, len(parts).to_bytes(4, "big") + parts[0])
+
+    def _take(self, session: Session, keys: Sequence[str]) -> list[bytes]:
+        values = []
+        for at in range(0, len(keys), BATCH):
+            batch = keys[at : at + BATCH]
+            for key, header in zip(batch, session.get(batch), strict=True):
+                values.append(self._rest(session, key, header))
+                session.later(functools.partial(self._delete, session, key, header))
+        return values
+
+    def _rest(self, session: Session, key: str, header: bytes) -> bytes:
+        count = int.from_bytes(header[:4], "big")
+        further = [session.get([f"{key}/{number}"])[0] for number in range(1, count)]
+        return b"".join([header[4:], *further])
+
+    def _delete(self, session: Session, key: str, header: bytes) -> None:
+        session.delete(key)
+        for number in range(1, int.from_bytes(header[:4], "big")):
+            session.delete(f"{key}/{number}")
+
+    def _await(
+        self,
+        session: Session,
+        meeting: Meeting,
+        keys: Mapping[int, str],
+        arrivals: Mapping[int, str],
+    ) -> None:
+        """Poll until every key is there.
+
+        A rank that is lost ends the wait, unless it had done its part: who gathers needs only
+        that rank's key; who waits for another's word needs the word, and a lost rank that got
+        through before would have let it be said. ``arrivals`` tells who is missing in the end.
+        """
+        pending = list(keys.items())
+        gathering = keys == arrivals
+        poll = self._poll(meeting)
+        while True:
+            lost = self._ranks.lost()  # read before looking: what a lost rank set is visible
+            while pending and session.check([key for _, key in pending[:BATCH]]):
+                del pending[:BATCH]
+            if not pending:
+                return
+            if gathering:
+                lost = {r: state for r, state in lost.items() if not session.check([keys[r]])}
+            if lost:
+                self._raise_if_failed(session)
+                raise lost_error(lost, meeting.what)
+            poll(session, lambda: [r for r, k in arrivals.items() if not session.check([k])])
+
+    def _poll(self, meeting: Meeting) -> Callable[[Session, Callable[[], list[int]]], None]:
+        """A pause between two looks that raises when there is no point in a further one."""
+        looks = 0
+        began = time.monotonic()
+        pause_s = FIRST_PAUSE_S
+
+        def poll(session: Session, missing: Callable[[], list[int]]) -> None:
+            nonlocal looks, pause_s
+            looks += 1
+            now = time.monotonic()
+            if now > meeting.deadline:
+                raise late_error(missing(), self._ranks.joined(), meeting)
+            if looks <= EAGER_POLLS:
+                return
+            self._raise_if_failed(session)
+            session.pause(min(pause_s, max(0.0, meeting.deadline - now)))
+            # Lively at first, then in proportion to the time already waited: a long wait
+            # costs the store little and ends at most 5 % late.
+            pause_s = min(pause_s * 1.3, max(0.005, (now - began) / 20), MAX_PAUSE_S)
+
+        return poll
+
+    def _raise_if_failed(self, session: Session) -> None:
+        if session.check([self._failed]):
+            raise decode(session.get([self._failed])[0]).rebuild()
+
+    def _run(self, work: Callable[[Session], T]) -> T:
+        try:
+            return self._channel.run(work, self._judge)
+        except StoreFailedError as error:
+            raise self._without_store(f"the store failed: {error}") from error
+
+    def _judge(self, quiet_s: float) -> CheckpointError | None:
+        if self._ranks.is_closed():
+            return ClosedError("the coordinator was closed while ranks were waiting")
+        if quiet_s > STUCK_S and self._ranks.lost():
+            return lost_error(self._ranks.lost(), self._name)
+        if quiet_s > self._ranks.silence_s + STUCK_S:
+            return self._without_store(f"the store has not answered for {quiet_s:.1f} s")
+        return None
+
+    def _without_store(self, reason: str) -> CheckpointError:
+        """The store often dies with a rank; give that news a moment to arrive."""
+        until = time.monotonic() + NEWS_S
+        while not self._ranks.lost() and time.monotonic() < until:
+            time.sleep(0.02)
+        lost = self._ranks.lost()
+        if lost:
+            return lost_error(lost, self._name)
+        return CoordinationError(
+            f"ranks cannot reach each other in {self._name}: {reason}. "
+            "Is the process that hosts the torch.distributed store still running?"
+        )
+
+
+def join(parts: list[bytes]) -> bytes:
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def split(data: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(data):
+        end = at + 8 + int.from_bytes(data[at : at + 8], "big")
+        parts.append(data[at + 8 : end])
+        at = end
+    return parts
+
+
+def lost_error(lost: Mapping[int, str], what: str) -> RankLostError:
+    """Names the culprits: a rank that left did so, as a rule, because another one was lost."""
+    culprits = [rank for rank, state in lost.items() if state != LEFT] or list(lost)
+    ranks = tuple(sorted(culprits))
+    story = "; ".join(f"rank {rank} {LOSS_IN_WORDS[lost[rank]]}" for rank in ranks)
+    return RankLostError(f"{story}, noticed in {what}", rank=ranks[0], ranks=ranks)
+
+
+def late_error(missing: Sequence[int], joined: set[int], meeting: Meeting) -> RankTimeoutError:
+    ranks = tuple(sorted(missing))
+    absent = [rank for rank in ranks if rank not in joined]
+    message = (
+        f"{_name(ranks)} did not arrive within {meeting.timeout_s:g} s, waited for in "
+        f"{meeting.what}"
+    )
+    if absent:
+        message += f"; {_name(absent)} never made a coordinator"
+    return RankTimeoutError(
+        message, rank=ranks[0] if ranks else None, ranks=ranks, timeout_s=meeting.timeout_s
+    )
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
