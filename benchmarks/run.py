@@ -1,9 +1,9 @@
 """Runs the benchmarks: ``python benchmarks/run.py [name ...]``, all of them if none is named.
 
 A benchmark is a module beside this one that has ``measure() -> list[Measurement]``; a name that
-begins with ``_`` is none. The results are printed and written to ``benchmarks/results/latest.json``
-and ``latest.md``. The exit code is 0 even if a target is missed: a number from a busy machine is
-news, not a failed check.
+begins with ``_`` is none. The results are printed; those of a full run are also written to
+``benchmarks/results/latest.json`` and ``latest.md``. The exit code is 0 even if a target is
+missed: a number from a busy machine is news, not a failed check.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     for row in missed:
         print(f"TARGET MISSED: {row[0]}: {row[1]}: {row[2]}, target {row[4]}")
-    write(facts, results, table)
+    if names == available:
+        write(facts, results, table)
 
 
 def machine_facts() -> dict[str, str]:

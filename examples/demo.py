@@ -34,12 +34,11 @@ def training_step(rank: int, victim: int, fault: Callable[[], None]) -> tuple[fl
         coordinator.barrier()
         harm_at = time.monotonic() + 0.2
         try:
-            with coordinator.operation("save step_100") as operation:
-                with operation.phase("write shards"):
-                    if rank == victim:
-                        time.sleep(harm_at - time.monotonic())
-                        fault()
-                    operation.barrier()
+            with coordinator.operation("save step_100") as save, save.phase("write shards"):
+                if rank == victim:
+                    time.sleep(harm_at - time.monotonic())
+                    fault()
+                save.barrier()
         except CheckpointError as error:
             return time.monotonic() - harm_at, str(error)
         return time.monotonic() - harm_at, "saved"

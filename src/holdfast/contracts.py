@@ -206,4 +206,14 @@ class Coordinator(Collectives, Protocol):
 
     def close(self) -> None:
         """Release threads, processes and connections. Idempotent; other calls then raise
-        ``ClosedError``. Does not wait for other ranks."""
+        ``ClosedError``, and ranks that wait for this one ``RankLostError``. Leaving a ``with``
+        block closes."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...

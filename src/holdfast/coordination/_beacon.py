@@ -16,6 +16,7 @@ import contextlib
 import hmac
 import json
 import os
+import resource
 import selectors
 import socket
 import sys
@@ -71,6 +72,10 @@ class Table:
         self._states[rank] = state
         return [f"{state} {rank}"]
 
+    def excuse(self, now: float) -> None:
+        """Count every rank as seen now: it was this side that could not look."""
+        self._seen = dict.fromkeys(self._seen, now)
+
     def age(self, now: float) -> list[str]:
         late = [
             rank
@@ -78,6 +83,9 @@ class Table:
             if state == RUNNING and now - self._seen[rank] > self._timeout_s
         ]
         return [line for rank in late for line in self.set(rank, SILENT)]
+
+    def state(self, rank: int) -> str | None:
+        return self._states.get(rank)
 
     def lines(self) -> list[str]:
         return [f"{state} {rank}" for rank, state in self._states.items()]
@@ -114,8 +122,9 @@ class Peer:
             return None
 
     @property
-    def pending(self) -> int:
-        return len(self._inbox)
+    def rest(self) -> bytes:
+        """What came after the last whole line."""
+        return self._inbox
 
     def lines(self, data: bytes) -> list[str]:
         *whole, self._inbox = (self._inbox + data).split(b"\n")
@@ -142,8 +151,11 @@ class Beacon:
         self.says = RUNNING  # the hub's last word about rank 0
         self.told = True
         if config["hub"] is None:
-            self.listener = socket.create_server((config["bind"], 0), backlog=4096)
+            family = socket.AF_INET6 if ":" in config["bind"] else socket.AF_INET
+            self.listener = socket.create_server((config["bind"], 0), family=family, backlog=4096)
             self.listener.setblocking(False)
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for every rank
             self.selector.register(self.listener, selectors.EVENT_READ, "listener")
             self.tell([f"listening {self.listener.getsockname()[1]}"])
         else:
@@ -159,18 +171,24 @@ class Beacon:
         mine = RUNNING
         next_beat = 0.0
         ends_at = float("inf")
-        while time.monotonic() < ends_at:
+        looked = time.monotonic()
+        while looked < ends_at:
             word = self.hear()
             now = time.monotonic()
+            if now - looked > self.beat_s:  # this helper was itself stopped, or starved
+                self.table.excuse(now)
+                self.heard = max(self.heard, now)
+            looked = now
             state = mine if mine in (LEFT, DEAD) else word or self.parent.state()
             if state != mine or now >= next_beat:
                 next_beat = now + self.beat_s
-                self.beat(state, now)
+                # A rank found stopped was running a moment ago: its silence begins now.
+                self.beat(state, now, seen=RUNNING in (mine, state))
             if state in (LEFT, DEAD) and mine not in (LEFT, DEAD):
-                self.selector.unregister(0)
+                self.retire()
                 ends_at = now + ORPHAN_S
             mine = state
-            if mine in (LEFT, DEAD) and not self.peers:
+            if mine in (LEFT, DEAD) and not any(map(self.is_running, self.peers)):
                 return
             if self.hub is None:
                 self.publish(self.table.age(now))
@@ -178,17 +196,29 @@ class Beacon:
                 self.quiet = True
                 self.tell(self.table.set(0, SILENT))
 
-    def beat(self, state: str, now: float) -> None:
+    def beat(self, state: str, now: float, *, seen: bool) -> None:
         if self.hub is None:
-            self.publish(self.table.saw(0, now) if state == RUNNING else [])
+            if seen:
+                self.publish(self.table.saw(0, now))
             if state in (LEFT, DEAD):
                 self.publish(self.table.set(0, state))
             for peer in self.peers:
-                peer.send(b"\n")
-        elif state == RUNNING:
-            self.hub.send(BEAT)
+                peer.send(b"" if peer.rank is None else b"\n")
         elif state in (LEFT, DEAD):
             self.hub.send(BYE if state == LEFT else GONE)
+        elif seen:
+            self.hub.send(BEAT)
+
+    def retire(self) -> None:
+        """The rank is gone. Those who know this helper are served on; nobody new is taken in,
+        so that a restarted job does not mistake it for its own."""
+        self.selector.unregister(0)
+        if self.hub is None:
+            self.selector.unregister(self.listener)
+            self.listener.close()
+
+    def is_running(self, peer: Peer) -> bool:
+        return peer.rank is not None and self.table.state(peer.rank) == RUNNING
 
     def hear(self) -> str | None:
         """Take in what came within ``LOOK_S``; the rank's last word if it spoke it."""
@@ -245,13 +275,13 @@ class Beacon:
 
     def greet(self, peer: Peer, data: bytes) -> None:
         lines = peer.lines(data)
-        if not lines and peer.pending < HELLO_BYTES:
+        if not lines and len(peer.rest) < HELLO_BYTES:
             return
         try:
             hello = json.loads(lines[0])
             known = hmac.compare_digest(str(hello["token"]), self.token)
             rank = int(hello["rank"])
-        except (IndexError, ValueError, TypeError, KeyError):
+        except (LookupError, ValueError, TypeError, OverflowError, RecursionError):
             known, rank = False, 0
         if not known or not 0 < rank < self.world_size:
             self.drop(peer)  # a stranger: it learns nothing and changes nothing
@@ -259,6 +289,8 @@ class Beacon:
         peer.rank = rank
         self.publish(self.table.saw(rank, time.monotonic()))
         peer.send("".join(line + "\n" for line in self.table.lines()).encode())
+        if BYE in peer.rest:  # it joined and left before the hub looked
+            self.lose(peer, LEFT)
 
     def lose(self, peer: Peer, state: str) -> None:
         self.drop(peer)

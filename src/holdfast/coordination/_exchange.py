@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 PART_BYTES = 4 * 1024 * 1024
 VETO = bytes(4)  # in place of the number of parts, which is never 0
-BATCH = 64  # keys asked for in one message
+CHECK_BATCH = 64  # keys looked for in one message
+READ_BATCH = 8  # values read in one: together small enough to come within a second or two
 EAGER_POLLS = 10
 FIRST_PAUSE_S = 0.0001
 MAX_PAUSE_S = 0.2
@@ -77,7 +78,14 @@ class StoreExchange:
     """See `holdfast.coordination._group.Exchange`. Used by one thread at a time."""
 
     def __init__(
-        self, channel: Channel, ranks: Ranks, *, base: str, name: str, timeout_s: float
+        self,
+        channel: Channel,
+        ranks: Ranks,
+        *,
+        base: str,
+        name: str,
+        timeout_s: float,
+        deadline: float,
     ) -> None:
         self._channel = channel
         self._ranks = ranks
@@ -85,7 +93,7 @@ class StoreExchange:
         self._failed = f"{base}/failed"
         self._name = name
         self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = deadline
         self._count = 0
         self._mine: list[str] = []
 
@@ -110,7 +118,7 @@ class StoreExchange:
 
     def await_arrival(self, key: str, count: int, rank: int) -> None:
         """Wait until ``rank`` has counted ``count`` arrivals under ``key``."""
-        meeting = self._next(f"wait for rank {rank}", None)
+        meeting = self._next(self._name, None)
 
         def work(session: Session) -> None:
             poll = self._poll(meeting)
@@ -124,13 +132,25 @@ class StoreExchange:
 
         self._run(work)
 
-    def await_value(self, key: str, rank: int) -> bytes:
-        """The value that ``rank`` sets under ``key``. Nobody deletes it."""
-        meeting = self._next("start of the coordinator", None)
+    def await_value(
+        self,
+        key: str,
+        rank: int,
+        *,
+        other_than: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        """The value that ``rank`` sets under ``key``."""
+        meeting = self._next(self._name, timeout_s)
 
         def work(session: Session) -> bytes:
-            self._await(session, meeting, {rank: key}, {rank: key})
-            return session.get([key])[0]
+            poll = self._poll(meeting)
+            while True:
+                if session.check([key]):
+                    (value,) = session.get([key])
+                    if value != other_than:
+                        return value
+                poll(session, lambda: [rank])
 
         return self._run(work)
 
@@ -192,7 +212,7 @@ class StoreExchange:
                 parts = self._gather(session, meeting, data, 0)
                 if parts is not None:
                     return self._take_word(session, key, self._put(session, key, combine(parts)))
-                self._await(session, meeting, {0: key}, self._arrivals(meeting))
+                self._await(session, meeting, {0: key}, arrivals=self._arrivals(meeting))
                 return self._take_word(session, key, session.get([key])[0])
             except (RankLostError, RankTimeoutError) as error:
                 record = ErrorRecord.of(error, rank=self._ranks.rank)
@@ -232,7 +252,7 @@ class StoreExchange:
             return None
         self._put(session, own, b"")  # so that others can tell who has arrived
         session.later(lambda: session.delete(own))
-        self._await(session, meeting, keys, keys)
+        self._await(session, meeting, keys)
         taken = self._take(session, list(keys.values()))
         taken.insert(target, data)
         return taken
@@ -242,7 +262,7 @@ class StoreExchange:
     ) -> bytes:
         key = meeting.key("all")
         if data is None:
-            self._await(session, meeting, {source: key}, {source: key})
+            self._await(session, meeting, {source: key})
             return self._take_word(session, key, session.get([key])[0])
         return self._take_word(session, key, self._put(session, key, data))
 
@@ -259,8 +279,8 @@ class StoreExchange:
 
     def _take(self, session: Session, keys: Sequence[str]) -> list[bytes]:
         values = []
-        for at in range(0, len(keys), BATCH):
-            batch = keys[at : at + BATCH]
+        for at in range(0, len(keys), READ_BATCH):
+            batch = keys[at : at + READ_BATCH]
             for key, header in zip(batch, session.get(batch), strict=True):
                 values.append(self._rest(session, key, header))
                 session.later(functools.partial(self._delete, session, key, header))
@@ -281,29 +301,33 @@ class StoreExchange:
         session: Session,
         meeting: Meeting,
         keys: Mapping[int, str],
-        arrivals: Mapping[int, str],
+        *,
+        arrivals: Mapping[int, str] | None = None,
     ) -> None:
-        """Poll until every key is there.
+        """Poll until every rank of ``keys`` has set its key.
 
-        A rank that is lost ends the wait, unless it had done its part: who gathers needs only
-        that rank's key; who waits for another's word needs the word, and a lost rank that got
-        through before would have let it be said. ``arrivals`` tells who is missing in the end.
+        A rank that is lost ends the wait, unless it had done its part: of the ranks waited for,
+        that they set their key; of any other, that the word came through, which is looked at
+        first. ``arrivals`` are the keys that tell who is late, if others than those waited for.
         """
         pending = list(keys.items())
-        gathering = keys == arrivals
         poll = self._poll(meeting)
+        late = keys if arrivals is None else arrivals
         while True:
             lost = self._ranks.lost()  # read before looking: what a lost rank set is visible
-            while pending and session.check([key for _, key in pending[:BATCH]]):
-                del pending[:BATCH]
+            while pending and session.check([key for _, key in pending[:CHECK_BATCH]]):
+                del pending[:CHECK_BATCH]
             if not pending:
                 return
-            if gathering:
-                lost = {r: state for r, state in lost.items() if not session.check([keys[r]])}
+            done = [rank for rank in lost if rank in keys and session.check([keys[rank]])]
+            lost = {rank: state for rank, state in lost.items() if rank not in done}
             if lost:
                 self._raise_if_failed(session)
                 raise lost_error(lost, meeting.what)
-            poll(session, lambda: [r for r, k in arrivals.items() if not session.check([k])])
+            poll(session, lambda: self._missing(session, late) or list(keys))
+
+    def _missing(self, session: Session, keys: Mapping[int, str]) -> list[int]:
+        return [rank for rank, key in keys.items() if not session.check([key])]
 
     def _poll(self, meeting: Meeting) -> Callable[[Session, Callable[[], list[int]]], None]:
         """A pause between two looks that raises when there is no point in a further one."""
@@ -384,10 +408,7 @@ def lost_error(lost: Mapping[int, str], what: str) -> RankLostError:
 def late_error(missing: Sequence[int], joined: set[int], meeting: Meeting) -> RankTimeoutError:
     ranks = tuple(sorted(missing))
     absent = [rank for rank in ranks if rank not in joined]
-    message = (
-        f"{_name(ranks)} did not arrive within {meeting.timeout_s:g} s, waited for in "
-        f"{meeting.what}"
-    )
+    message = f"{_name(ranks)} did not arrive at {meeting.what} within {meeting.timeout_s:g} s"
     if absent:
         message += f"; {_name(absent)} never made a coordinator"
     return RankTimeoutError(

@@ -7,7 +7,8 @@ stand the checks on what callers give, and the block that ends alike on all rank
 import abc
 import contextlib
 from collections.abc import Generator
-from typing import Protocol, final
+from types import TracebackType
+from typing import Protocol, Self, final
 
 from holdfast import _checks
 from holdfast.contracts import Data, Operation
@@ -40,7 +41,8 @@ class GroupOperation:
         self._exchange = exchange
         self._rank = rank
         self._world_size = world_size
-        self.current_phase = phase
+        self._phase = phase
+        self._broke: tuple[int, str] | None = None
 
     @property
     def rank(self) -> int:
@@ -71,9 +73,22 @@ class GroupOperation:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
-        before, self.current_phase = self.current_phase, _name(name)
-        yield
-        self.current_phase = before  # after an error it stays, and the error names it
+        before, self._phase = self._phase, _name(name)
+        try:
+            yield
+        except BaseException as error:
+            if self._broke is None or self._broke[0] != id(error):
+                # By identity: to hold the error would be to hold its frames, and this object.
+                self._broke = (id(error), self._phase)
+            raise
+        finally:
+            self._phase = before
+
+    def phase_of(self, error: BaseException) -> str:
+        """The innermost phase that ``error`` ended, or else the one this rank is in."""
+        if self._broke is not None and self._broke[0] == id(error):
+            return self._broke[1]
+        return self._phase
 
 
 class GroupCoordinator(abc.ABC):
@@ -92,6 +107,20 @@ class GroupCoordinator(abc.ABC):
         self, name: str, timeout_s: float | None
     ) -> contextlib.AbstractContextManager[Exchange]:
         """The exchange of this rank's next operation of that name. ``ClosedError`` if closed."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def barrier(self, timeout_s: float | None = None) -> None:
         with self._together("barrier", timeout_s) as operation:
@@ -136,7 +165,7 @@ class GroupCoordinator(abc.ABC):
             try:
                 yield operation
             except BaseException as error:  # noqa: BLE001 -- told to the others, then raised
-                record = ErrorRecord.of(error, rank=self.rank, phase=operation.current_phase)
+                record = ErrorRecord.of(error, rank=self.rank, phase=operation.phase_of(error))
                 agreed = exchange.fail(record)
                 final_error = error_to_raise(error, agreed, rank=self.rank)
                 try:

@@ -6,6 +6,7 @@ memory, so asking costs nothing and never blocks.
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,10 +14,11 @@ import weakref
 from typing import IO, cast, final
 
 from holdfast.coordination import _beacon
-from holdfast.coordination._beacon import DEAD, LEFT, RUNNING, SILENT
+from holdfast.coordination._beacon import DEAD, LEFT, SILENT
 from holdfast.errors import CoordinationError
 
 GOODBYE_S = 0.5
+LINGER_S = 5.0
 
 UNWATCHED = "unwatched"
 
@@ -47,9 +49,8 @@ class Liveness:
         timeout_s: float,
     ) -> None:
         self._rank = rank
-        self._world_size = world_size
         self._states: dict[int, str] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._helper_ended = False
         self.address: tuple[str, int] | None = None
         helper = subprocess.Popen(  # noqa: S603 -- our own file, no shell
@@ -58,7 +59,8 @@ class Liveness:
             stdout=subprocess.PIPE,
             start_new_session=True,  # what ends the rank's process group must not end its witness
         )
-        self._finalizer = weakref.finalize(self, _end, helper)
+        patience_s = LINGER_S if hub is None else GOODBYE_S
+        self._finalizer = weakref.finalize(self, _end, helper, os.getpid(), patience_s)
         config = {
             "rank": rank,
             "world_size": world_size,
@@ -74,12 +76,13 @@ class Liveness:
             word, _, rest = stdout.readline().decode().strip().partition(" ")
         except BaseException:
             self._finalizer()
+            stdout.close()
             raise
         if word not in ("listening", "connected"):
             self._finalizer()
+            stdout.close()
             raise CoordinationError(
-                f"the liveness helper of rank {rank} could not start: {rest or 'it ended'}. "
-                "The hosts of a job must be able to reach each other's free ports",
+                f"the liveness helper of rank {rank} could not start: {rest or 'it ended'}",
                 rank=rank,
             )
         if word == "listening":
@@ -92,7 +95,7 @@ class Liveness:
 
     def lost(self) -> dict[int, str]:
         """Ranks that cannot take part any more, and how they were lost."""
-        with self._changed:
+        with self._lock:
             lost = {
                 rank: state
                 for rank, state in self._states.items()
@@ -104,31 +107,21 @@ class Liveness:
 
     def joined(self) -> set[int]:
         """Ranks that have made their coordinator, this one included."""
-        with self._changed:
+        with self._lock:
             return {self._rank, *self._states}
 
-    def wait_until_alone(self, timeout_s: float) -> None:
-        """Wait until no other rank is running any more, or the time is up."""
-
-        def alone() -> bool:
-            others = [state for rank, state in self._states.items() if rank != self._rank]
-            return self._helper_ended or RUNNING not in others
-
-        with self._changed:
-            self._changed.wait_for(alone, timeout_s)
-
     def close(self) -> None:
-        """Tell the others that this rank leaves, and end the helper."""
+        """Tell the others that this rank leaves, and end the helper: rank 0's when the others
+        have gone too, but at most 5 s later."""
         self._finalizer()
 
     def _hear(self, line: bytes) -> None:
-        with self._changed:
+        with self._lock:
             if not line:
                 self._helper_ended = True
             else:
                 state, rank = line.decode().split()
                 self._states[int(rank)] = state
-            self._changed.notify_all()
 
 
 def _listen(liveness: "weakref.ref[Liveness]", stdout: IO[bytes]) -> None:
@@ -144,13 +137,15 @@ def _listen(liveness: "weakref.ref[Liveness]", stdout: IO[bytes]) -> None:
             del owner
 
 
-def _end(helper: "subprocess.Popen[bytes]") -> None:
+def _end(helper: "subprocess.Popen[bytes]", owner: int, patience_s: float) -> None:
+    if os.getpid() != owner:  # a forked child must not say goodbye in its parent's name
+        return
     stdin = cast("IO[bytes]", helper.stdin)
     with contextlib.suppress(BrokenPipeError):  # it has ended already
         stdin.write(_beacon.BYE)
         stdin.close()
     try:
-        helper.wait(GOODBYE_S)
-    except subprocess.TimeoutExpired:  # the hub stays for ranks that have not left
+        helper.wait(patience_s)
+    except subprocess.TimeoutExpired:  # ranks are still running, or the helper is stopped
         helper.kill()
         helper.wait()

@@ -8,26 +8,38 @@ training collectives run.
 import contextlib
 import itertools
 import json
+import logging
+import os
 import secrets
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, final
 
 from holdfast import _checks
 from holdfast.coordination._channel import Channel
 from holdfast.coordination._exchange import Ranks, StoreExchange
 from holdfast.coordination._group import GroupCoordinator
 from holdfast.coordination._liveness import Liveness
-from holdfast.errors import ClosedError, CoordinationError, OperationTimeoutError
+from holdfast.errors import (
+    ClosedError,
+    CoordinationError,
+    OperationTimeoutError,
+    RankLostError,
+    RankTimeoutError,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-LINGER_S = 5.0
 MIN_LIVENESS_S = 0.5
+STALE_S = 10.0
+
+_PROCESS = secrets.token_hex(8)  # with the process id, a name no other process ever had
+
+_log = logging.getLogger("holdfast.coordination")
 
 
 @final
@@ -76,10 +88,8 @@ class TorchCoordinator(GroupCoordinator):
 
     def wait_for_rank(self, rank: int, timeout_s: float | None = None) -> None:
         _checks.rank("rank", rank, self._world_size)
-        timeout_s = self._limit(timeout_s)
         key = f"{self._base}/arrived/{rank}"
-        with self._turns[f"wait_for_rank {rank}"].take(timeout_s), self._channel() as channel:
-            exchange = self._exchange(channel, "wait_for_rank", timeout_s)
+        with self._open(f"wait_for_rank {rank}", timeout_s) as exchange:
             if rank == self._rank:
                 exchange.count(key)
             else:
@@ -87,49 +97,58 @@ class TorchCoordinator(GroupCoordinator):
                 self._waited[rank] += 1
 
     def close(self) -> None:
-        """Leave the job. Rank 0 stays up to 5 s for ranks that have not left: its helper and,
-        without torchrun, its store serve them."""
+        """Leave the job. Rank 0 waits up to 5 s for the ranks that have not left: its helper
+        and, without torchrun, its store serve them."""
         if self._closed.is_set():
             return
         self._closed.set()
         if self._liveness is not None:
-            if self._rank == 0:
-                self._liveness.wait_until_alone(LINGER_S)
             self._liveness.close()
         with self._guard:
             while self._idle:
                 self._idle.pop().close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _join(self) -> None:
         """Agree on a name for this coordinator's keys, and connect the helpers."""
-        with self._channel() as channel:
-            exchange = self._exchange(channel, "start", self._timeout_s)
-            # The rank's own count of coordinators is kept in the store: a restarted process
-            # group has a new store, and so starts anew.
-            turn = exchange.count(f"holdfast/made/{self._rank}")
-            self._base = f"holdfast/{turn}"
-            exchange = self._exchange(channel, "start", self._timeout_s)
-            hub_key = f"{self._base}/hub"
+        with self._open("start of the coordinator", None) as exchange:
+            # How many coordinators this very process has made: a restarted job, whose store may
+            # still be the old one with the old job's keys in it, counts from one again.
+            turn = exchange.count(f"holdfast/made/{_PROCESS}-{os.getpid()}")
+            hub_key = f"holdfast/hub/{turn}"
             if self._rank == 0:
-                token = secrets.token_hex(16)
+                name, token = secrets.token_hex(8), secrets.token_hex(16)
                 self._liveness = self._live(token, _own_address(self._store), None)
-                hub = {"token": token, "address": self._liveness.address}
+                hub = {"name": name, "token": token, "address": self._liveness.address}
                 exchange.set_value(hub_key, json.dumps(hub).encode())
             else:
-                hub = json.loads(exchange.await_value(hub_key, 0))
-                host, port = hub["address"]
+                hub = self._connect(exchange, hub_key)
+        self._base = f"holdfast/{hub['name']}"
+
+    def _connect(self, exchange: StoreExchange, hub_key: str) -> Any:
+        """Connect to rank 0's helper and return what rank 0 published.
+
+        An address where nobody answers may be what a former job left in the store: give rank 0
+        a while to publish another.
+        """
+        word = exchange.await_value(hub_key, 0)
+        while True:
+            hub = json.loads(word)
+            host, port = hub["address"]
+            try:
                 self._liveness = self._live(hub["token"], "", (host, port))
+            except CoordinationError as error:
+                _log.warning("%s; waiting for another address", error)
+                try:
+                    word = exchange.await_value(hub_key, 0, other_than=word, timeout_s=STALE_S)
+                except RankTimeoutError:
+                    raise RankLostError(
+                        f"rank 0 cannot be reached at {host} port {port}: {error.message}. It has "
+                        "left or died, or the hosts of this job cannot reach each other's ports",
+                        rank=0,
+                        ranks=(0,),
+                    ) from error
+            else:
+                return hub
 
     def _live(self, token: str, bind: str, hub: tuple[str, int] | None) -> Liveness:
         return Liveness(
@@ -143,18 +162,15 @@ class TorchCoordinator(GroupCoordinator):
 
     @contextlib.contextmanager
     def _open(self, name: str, timeout_s: float | None) -> Iterator[StoreExchange]:
-        timeout_s = self._limit(timeout_s)
-        with self._turns[name].take(timeout_s) as turn, self._channel() as channel:
-            kind, _, given = name.partition(":")
-            yield self._exchange(
-                channel, f"operation {given!r}" if given else kind, timeout_s, f"{name}/{turn}"
-            )
-
-    def _limit(self, timeout_s: float | None) -> float:
-        return self._timeout_s if timeout_s is None else _checks.seconds("timeout_s", timeout_s)
+        limit_s = self._timeout_s if timeout_s is None else _checks.seconds("timeout_s", timeout_s)
+        deadline = time.monotonic() + limit_s
+        kind, _, given = name.partition(":")
+        title = f"operation {given!r}" if given else kind
+        with self._turns[name].take(title, limit_s) as turn, self._channel() as channel:
+            yield self._exchange(channel, title, f"{name}/{turn}", limit_s, deadline)
 
     def _exchange(
-        self, channel: Channel, name: str, timeout_s: float, base: str = ""
+        self, channel: Channel, name: str, base: str, timeout_s: float, deadline: float
     ) -> StoreExchange:
         ranks = Ranks(
             rank=self._rank,
@@ -164,7 +180,12 @@ class TorchCoordinator(GroupCoordinator):
             is_closed=self._closed.is_set,
         )
         return StoreExchange(
-            channel, ranks, base=f"{self._base}/{base or name}", name=name, timeout_s=timeout_s
+            channel,
+            ranks,
+            base=f"{self._base}/{base}",
+            name=name,
+            timeout_s=timeout_s,
+            deadline=deadline,
         )
 
     @contextlib.contextmanager
@@ -188,18 +209,24 @@ class _Turns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._owner: int | None = None
         self._next = itertools.count()
 
     @contextlib.contextmanager
-    def take(self, timeout_s: float) -> Generator[int]:
+    def take(self, name: str, timeout_s: float) -> Generator[int]:
+        me = threading.get_ident()
+        if self._owner == me:
+            raise CoordinationError(f"{name} is already under way in this very thread")
         if not self._lock.acquire(timeout=timeout_s):
             raise OperationTimeoutError(
-                f"another thread of this rank has been in the same operation for {timeout_s:g} s",
+                f"another thread of this rank did not get out of {name} within {timeout_s:g} s",
                 timeout_s=timeout_s,
             )
+        self._owner = me
         try:
             yield next(self._next)
         finally:
+            self._owner = None
             self._lock.release()
 
 

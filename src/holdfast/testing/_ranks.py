@@ -146,7 +146,8 @@ class RankGang:
             if not ready:
                 names = ", ".join(map(str, sorted(wanted)))
                 raise OperationTimeoutError(
-                    f"ranks {names} did not finish within {timeout_s:g} s", timeout_s=timeout_s
+                    f"not finished within {timeout_s:g} s: rank {names}",
+                    timeout_s=timeout_s,
                 )
             for pipe in ready:
                 rank = pipes[pipe]  # type: ignore[index]
