@@ -15,6 +15,7 @@ from holdfast.contracts import Data, Operation
 from holdfast.coordination._outcome import error_to_raise
 from holdfast.errors import ErrorRecord
 
+_PHASE = "_holdfast_phase"
 NAME_CHARS = 200  # a name is part of every key of its operation
 
 
@@ -42,7 +43,6 @@ class GroupOperation:
         self._rank = rank
         self._world_size = world_size
         self._phase = phase
-        self._broke: tuple[int, str] | None = None
 
     @property
     def rank(self) -> int:
@@ -77,18 +77,16 @@ class GroupOperation:
         try:
             yield
         except BaseException as error:
-            if self._broke is None or self._broke[0] != id(error):
-                # By identity: to hold the error would be to hold its frames, and this object.
-                self._broke = (id(error), self._phase)
+            # Kept with the error, not here: an error that is dealt with takes it along. In its
+            # dictionary, because a frozen dataclass may be an exception too.
+            error.__dict__.setdefault(_PHASE, self._phase)
             raise
         finally:
             self._phase = before
 
     def phase_of(self, error: BaseException) -> str:
         """The innermost phase that ``error`` ended, or else the one this rank is in."""
-        if self._broke is not None and self._broke[0] == id(error):
-            return self._broke[1]
-        return self._phase
+        return str(error.__dict__.get(_PHASE, self._phase))
 
 
 class GroupCoordinator(abc.ABC):
