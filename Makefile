@@ -7,6 +7,7 @@ BIN := .venv/bin
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt tools/make-venv
+	@echo "Setting up .venv, torch included; on a first run this downloads and takes a while."
 	PYTHON=$(PYTHON) sh tools/make-venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@

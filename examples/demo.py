@@ -34,7 +34,7 @@ def training_step(rank: int, victim: int, fault: Callable[[], None]) -> tuple[fl
         coordinator.barrier()
         harm_at = time.monotonic() + 0.2
         try:
-            with coordinator.operation("save step_100") as save, save.phase("write shards"):
+            with coordinator.operation("save") as save, save.phase("write shards"):
                 if rank == victim:
                     time.sleep(harm_at - time.monotonic())
                     fault()

@@ -8,15 +8,19 @@ import concurrent.futures
 import contextlib
 import math
 import threading
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def seconds(name: str, value: object, *, zero: bool = False) -> float:
     """``value`` as a float, or ``ValueError``: finite, positive (or zero if ``zero``), and no
     more than the platform can wait for."""
     least = "0 or more" if zero else "more than 0"
-    given = _number(name, value, f"a number of seconds, {least}")
+    wanted = f"a number of seconds, {least} and at most {threading.TIMEOUT_MAX:g}"
+    given = _number(name, value, wanted)
     if given < 0 or (given == 0 and not zero) or given > threading.TIMEOUT_MAX:
-        raise ValueError(f"{name} must be a number of seconds, {least}, not {value!r}")
+        raise ValueError(f"{name} must be {wanted}, not {value!r}")
     return given
 
 
@@ -44,10 +48,45 @@ def rank(name: str, value: object, world_size: int) -> int:
 
 
 def text(name: str, value: object, *, most: int) -> str:
-    """``value``, or ``ValueError`` unless it is a string of 1 to ``most`` characters."""
-    if not isinstance(value, str) or not 0 < len(value) <= most:
-        raise ValueError(f"{name} must be a text of 1 to {most} characters, not {value!r}")
+    """``value``, or ``ValueError`` unless it is a string of 1 to ``most`` characters that can be
+    encoded."""
+    if isinstance(value, str) and 0 < len(value) <= most:
+        with contextlib.suppress(UnicodeEncodeError):
+            value.encode()
+            return value
+    given = f"{len(value)} characters" if isinstance(value, str) and len(value) > most else value
+    raise ValueError(f"{name} must be a text of 1 to {most} characters, not {given!r}")
+
+
+def instance(name: str, value: object, kind: type[T]) -> T:
+    """``value``, or ``ValueError`` unless it is a ``kind``."""
+    if not isinstance(value, kind):
+        raise ValueError(  # noqa: TRY004 -- as every refusal here
+            f"{name} must be a {kind.__name__}, not {value!r}"
+        )
     return value
+
+
+def having(name: str, value: T, kind: str, *methods: str) -> T:
+    """``value``, or ``ValueError`` unless it has the methods that make it a ``kind``."""
+    if not all(callable(getattr(value, method, None)) for method in methods):
+        raise ValueError(f"{name} must be a {kind}, with {', '.join(methods)}(), not {value!r}")
+    return value
+
+
+def data(name: str, value: object) -> bytes | bytearray | memoryview:
+    """``value``, or ``TypeError`` unless it is bytes of some kind."""
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError(f"{name} must be bytes, not {type(value).__name__}")
+    return value
+
+
+def clock(name: str, value: T) -> T:
+    return having(name, value, "Clock", "now", "sleep", "sleep_async")
+
+
+def storage(name: str, value: T) -> T:
+    return having(name, value, "Storage", "open_writer", "list", "delete")
 
 
 def key(name: str, value: object) -> str:

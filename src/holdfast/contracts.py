@@ -143,9 +143,10 @@ class Collectives(Protocol):
     """What ranks do together. Every rank makes the same calls in the same order.
 
     Payloads are bytes; what they mean is the caller's business. Every call is bounded by
-    ``timeout_s`` (``None``: the coordinator's own) and raises on every rank that takes part:
-    ``RankTimeoutError`` naming the ranks that are alive and did not come, ``RankLostError``
-    naming those that died or fell silent, or the error that another rank raised.
+    ``timeout_s`` (``None``: the coordinator's own) and raises on every rank that waits, and
+    inside an operation on all: ``RankTimeoutError`` naming the ranks that are alive and did not
+    come, ``RankLostError`` naming those that died, fell silent or left, or the error that
+    another rank raised.
     """
 
     @property

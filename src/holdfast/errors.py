@@ -36,10 +36,12 @@ This module imports nothing heavier than ``traceback``: it is loaded by ``import
 """
 
 import enum
+import operator
+import os
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = [
     "CheckpointError",
@@ -112,7 +114,7 @@ class CheckpointError(Exception):
         self,
         message: str,
         *,
-        path: str | None = None,
+        path: str | os.PathLike[str] | None = None,
         rank: int | None = None,
         phase: str | None = None,
         **facts: Fact,
@@ -121,7 +123,7 @@ class CheckpointError(Exception):
         unknown = facts.keys() - set(self.facts)
         if unknown:
             raise TypeError(f"{type(self).__name__} has no fact named {', '.join(sorted(unknown))}")
-        self.path = path
+        self.path = None if path is None else os.fsdecode(path)
         self.rank = rank
         self.phase = phase
         for name in self.facts:
@@ -307,7 +309,11 @@ class ErrorRecord:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, phase: str | None = None) -> "ErrorRecord":
-        """Record ``error`` as it happened on ``rank``; facts already in the error win."""
+        """Record ``error`` as ``rank`` met with it; facts already in the error win.
+
+        An error about another rank, which died or did not come, has no traceback: there is
+        nothing to be found where it was noticed.
+        """
         trace = _utf8("".join(traceback.format_exception(error)))
         if not isinstance(error, CheckpointError):
             return cls(
@@ -327,8 +333,8 @@ class ErrorRecord:
             path=None if error.path is None else _utf8(error.path),
             rank=rank if error.rank is None else error.rank,
             phase=phase if error.phase is None else error.phase,
-            traceback=trace,
-            facts={k: list(v) if isinstance(v, tuple) else v for k, v in values.items()},
+            traceback=trace if error.rank in (None, rank) else "",
+            facts={name: _plain(value) for name, value in values.items()},
         )
 
     def rebuild(self) -> CheckpointError:
@@ -348,6 +354,22 @@ class ErrorRecord:
         if self.traceback:
             error.add_note(f"On rank {self.rank}:\n{self.traceback.rstrip()}")
         return error
+
+
+def _plain(value: object) -> Any:
+    """A fact as JSON can carry it; what it cannot, in words."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _utf8(value)
+    if isinstance(value, float):
+        return float(value)
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return _utf8(str(value))
 
 
 def _utf8(text: str) -> str:

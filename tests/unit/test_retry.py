@@ -701,9 +701,22 @@ def test_impossible_budgets_are_refused_naming_field_and_value(field, value):
     assert repr(value) in str(caught.value)
 
 
-def test_a_policy_in_the_storages_place_is_refused():
-    with pytest.raises(TypeError, match="retry_policy="):
-        FaultToleranceHandler(RetryPolicy())
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("storage", RetryPolicy()),
+        ("storage", "runs/a"),
+        ("retry_policy", {"max_retries": 3}),
+        ("retry_policy", RetryPolicy),
+        ("retry_budget", 5),
+        ("clock", 5),
+        ("rng", 3),
+    ],
+)
+def test_wrong_parts_are_refused_when_the_handler_is_made(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be a") as caught:
+        FaultToleranceHandler(**{field: value})
+    assert repr(value) in str(caught.value)
 
 
 def test_a_policy_is_a_value():

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import io
 import threading
 
 import pytest
@@ -420,11 +421,18 @@ def test_a_cancelled_task_publishes_nothing_later(handler):
 
 
 @both_saves
-@pytest.mark.parametrize("wrong", [None, "text", 5, bytearray(b"x"), [b"x"]])
+@pytest.mark.parametrize("wrong", [None, "text", 5, io.BytesIO(b"x"), [b"x"]])
 def test_anything_but_bytes_is_refused(save, manager, storage, wrong):
     with pytest.raises(TypeError, match=f"must return bytes, not {type(wrong).__name__}"):
         save(manager, "best.ckpt", lambda: wrong)
     assert storage.calls == []
+
+
+@both_saves
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_bytes_of_every_kind_are_saved(save, manager, storage, kind):
+    save(manager, "best.ckpt", lambda: kind(b"weights"))
+    assert storage.inner.read("best.ckpt") == b"weights"
 
 
 @both_saves

@@ -84,8 +84,8 @@ class Table:
         ]
         return [line for rank in late for line in self.set(rank, SILENT)]
 
-    def state(self, rank: int) -> str | None:
-        return self._states.get(rank)
+    def states(self) -> list[str]:
+        return list(self._states.values())
 
     def lines(self) -> list[str]:
         return [f"{state} {rank}" for rank, state in self._states.items()]
@@ -149,7 +149,8 @@ class Beacon:
         self.heard = time.monotonic()
         self.quiet = False  # nothing heard from the hub for too long
         self.says = RUNNING  # the hub's last word about rank 0
-        self.told = True
+        self.untold = b""
+        os.set_blocking(1, False)  # a stopped rank reads nothing, and must not stop this helper
         if config["hub"] is None:
             family = socket.AF_INET6 if ":" in config["bind"] else socket.AF_INET
             self.listener = socket.create_server((config["bind"], 0), family=family, backlog=4096)
@@ -185,11 +186,12 @@ class Beacon:
                 # A rank found stopped was running a moment ago: its silence begins now.
                 self.beat(state, now, seen=RUNNING in (mine, state))
             if state in (LEFT, DEAD) and mine not in (LEFT, DEAD):
-                self.retire()
+                self.retire(state)
                 ends_at = now + ORPHAN_S
             mine = state
-            if mine in (LEFT, DEAD) and not any(map(self.is_running, self.peers)):
+            if mine in (LEFT, DEAD) and self.is_idle(mine):
                 return
+            self.tell([])
             if self.hub is None:
                 self.publish(self.table.age(now))
             elif now - self.heard > self.timeout_s:
@@ -209,16 +211,21 @@ class Beacon:
         elif seen:
             self.hub.send(BEAT)
 
-    def retire(self) -> None:
-        """The rank is gone. Those who know this helper are served on; nobody new is taken in,
-        so that a restarted job does not mistake it for its own."""
+    def retire(self, state: str) -> None:
+        """The rank is gone. Those who know this helper are served on. If it died nobody new is
+        taken in, so that a restarted job does not mistake this helper for its own."""
         self.selector.unregister(0)
-        if self.hub is None:
+        if self.hub is None and state == DEAD:
             self.selector.unregister(self.listener)
             self.listener.close()
 
-    def is_running(self, peer: Peer) -> bool:
-        return peer.rank is not None and self.table.state(peer.rank) == RUNNING
+    def is_idle(self, state: str) -> bool:
+        """Whether nobody needs this helper any more; who has not joined yet may still come,
+        to hear that the rank has left in good order."""
+        if self.hub is not None:
+            return True
+        states = self.table.states()
+        return RUNNING not in states and (state == DEAD or len(states) == self.world_size)
 
     def hear(self) -> str | None:
         """Take in what came within ``LOOK_S``; the rank's last word if it spoke it."""
@@ -311,11 +318,14 @@ class Beacon:
 
     def tell(self, lines: list[str]) -> None:
         """To this rank alone. Its end of the pipe closes when it dies; the others still count."""
-        if lines and self.told:
-            try:
-                os.write(1, "".join(line + "\n" for line in lines).encode())
-            except OSError:
-                self.told = False
+        self.untold += "".join(line + "\n" for line in lines).encode()
+        try:
+            while self.untold:
+                self.untold = self.untold[os.write(1, self.untold) :]
+        except BlockingIOError:
+            pass  # the rest goes with the next look
+        except OSError:
+            self.untold = b""
 
 
 def main() -> None:

@@ -10,13 +10,16 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, final
 
 T = TypeVar("T")
 
 LOOK_S = 0.05
 CANCEL_S = 0.25
+STARVED_S = 0.5
 
 
 class Store(Protocol):
@@ -43,11 +46,11 @@ class _CancelledError(Exception):
 class Session:
     """The store as one piece of work sees it: cancellable, and leaving a trace of answers."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, is_cancelled: Callable[[], bool]) -> None:
         self._store = store
+        self._is_cancelled = is_cancelled
         self.answered_at = time.monotonic()
-        self.cancelled = False
-        self.chores: list[Callable[[], object]] = []
+        self.chores: deque[Callable[[], object]] = deque()
 
     def later(self, chore: Callable[[], object]) -> None:
         """Do ``chore`` once the caller has its result: tidying that nobody should wait for."""
@@ -79,7 +82,7 @@ class Session:
         self._call(self._store.delete_key, key)
 
     def _call(self, function: Callable[..., T], *args: Any) -> T:
-        if self.cancelled:
+        if self._is_cancelled():
             raise _CancelledError
         try:
             return function(*args)
@@ -93,25 +96,47 @@ class _Job(Generic[T]):
     def __init__(self, work: Callable[[Session], T]) -> None:
         self.work = work
         self.done = threading.Event()
+        self.cancelled = threading.Event()
         self.session: Session | None = None
-        self.began_at = time.monotonic()
+        self.excused_at = time.monotonic()
         self.value: T
         self.error: BaseException | None = None
 
-    def quiet_s(self) -> float:
-        last = self.began_at if self.session is None else self.session.answered_at
-        return time.monotonic() - last
+    def quiet(self) -> "Quiet":
+        answered_at = self.excused_at if self.session is None else self.session.answered_at
+        return Quiet(
+            seconds=time.monotonic() - max(self.excused_at, answered_at),
+            connecting=self.session is None,
+        )
 
 
-def _wait(job: _Job[T], judge: Callable[[float], BaseException | None]) -> T:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiet:
+    """For how long nothing has come from the store, and whether it ever has."""
+
+    seconds: float
+    connecting: bool
+
+
+Judge = Callable[[Quiet], BaseException | None]
+
+
+def _wait(job: _Job[T], judge: Judge) -> T:
     verdict = None
+    looked_at = time.monotonic()
     while verdict is None and not job.done.wait(LOOK_S):
-        verdict = judge(job.quiet_s())
+        now = time.monotonic()
+        if now - looked_at > STARVED_S:
+            # No thread of this process could run, so that the store was not heard is not the
+            # store's fault: a C call may have held the interpreter.
+            job.excused_at = now
+        looked_at = now
+        verdict = judge(job.quiet())
     try:
         if verdict is not None:
             raise verdict
         if job.error is not None:
-            raise job.error
+            raise job.error.with_traceback(None)  # the channel's own frames help nobody
         return job.value
     finally:
         del job, verdict  # see Channel.run
@@ -125,25 +150,23 @@ class Channel:
         self.usable = True
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         # Started before connecting: connecting blocks too when the store's host is stopped.
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._serve, args=(connect,), name="holdfast-store", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
-    def run(
-        self, work: Callable[[Session], T], judge: Callable[[float], BaseException | None]
-    ) -> T:
+    def run(self, work: Callable[[Session], T], judge: Judge) -> T:
         """Do ``work`` on the channel's thread and return what it returns.
 
-        While it runs, ``judge`` is told for how many seconds the store has been quiet and may
-        return an error: then the work is abandoned and the error raised.
+        While it runs, ``judge`` is told for how long the store has been quiet and may return an
+        error: then the work is abandoned and the error raised.
         """
         job = _Job(work)
         self._jobs.put(job)
         try:
             return _wait(job, judge)
         except BaseException:
-            if job.session is not None:
-                job.session.cancelled = True
+            job.cancelled.set()
             self.usable = job.done.wait(CANCEL_S) and self.usable
             raise
         finally:
@@ -152,8 +175,11 @@ class Channel:
             del job
 
     def close(self) -> None:
+        """End the thread. Waits a moment for it: a thread that is inside the store while the
+        interpreter ends would abort the process."""
         self.usable = False
         self._jobs.put(None)
+        self._thread.join(CANCEL_S)
 
     def _serve(self, connect: Callable[[], Store]) -> None:
         store: Store | None = None
@@ -161,18 +187,20 @@ class Channel:
             try:
                 if store is None:
                     store = _connected(connect)
-                job.session = Session(store)
+                job.session = Session(store, job.cancelled.is_set)
                 job.value = job.work(job.session)
             except BaseException as error:  # noqa: BLE001 -- the caller raises it
                 job.error = error
                 self.usable = self.usable and not isinstance(error, StoreFailedError)
             job.done.set()
-            chores = [] if job.session is None else job.session.chores
+            chores = deque() if job.session is None else job.session.chores
+            # What is still referred to here would live as long as this thread waits for work.
             job = None
             with contextlib.suppress(StoreFailedError, _CancelledError):
                 # Untidied keys are only clutter; if the store is gone the next call will say so.
-                for chore in chores:
-                    chore()
+                while chores:
+                    chores.popleft()()
+            chores.clear()
 
 
 def _connected(connect: Callable[[], Store]) -> Store:

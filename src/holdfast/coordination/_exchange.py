@@ -1,7 +1,6 @@
 """One operation over the c10d store: keys in, keys out, nothing left behind.
 
-A value is set under one key (a large one in parts of at most 4 MiB: the store drops a
-connection that sends more than 8). Receivers poll for it, because a store's own ``wait`` can
+A value is set under one key. Receivers poll for it, because a store's own ``wait`` can
 neither be cancelled nor time out without writing warnings to stderr. Who gathers deletes what
 it took; the last receiver of a broadcast deletes it. A failed operation leaves one small
 record until every rank has left it.
@@ -10,17 +9,16 @@ Known inefficiency: everything goes through one server, so with thousands of ran
 takes as long as that server needs for some five messages a rank.
 """
 
-import functools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, final
 
-from holdfast.coordination._beacon import LEFT
-from holdfast.coordination._channel import Channel, Session, StoreFailedError
-from holdfast.coordination._liveness import LOSS_IN_WORDS, Liveness
-from holdfast.coordination._outcome import decode, encode
+from holdfast.coordination._channel import Channel, Quiet, Session, StoreFailedError
+from holdfast.coordination._liveness import Liveness
+from holdfast.coordination._outcome import decode, encode, late_error, lost_error
+from holdfast.coordination._values import delete, join, put, rest, split, take
 from holdfast.errors import (
     CheckpointError,
     ClosedError,
@@ -32,21 +30,22 @@ from holdfast.errors import (
 
 T = TypeVar("T")
 
-PART_BYTES = 4 * 1024 * 1024
 VETO = bytes(4)  # in place of the number of parts, which is never 0
 CHECK_BATCH = 64  # keys looked for in one message
-READ_BATCH = 8  # values read in one: together small enough to come within a second or two
 EAGER_POLLS = 10
 FIRST_PAUSE_S = 0.0001
 MAX_PAUSE_S = 0.2
 STUCK_S = 0.75
+CONNECT_S = 10.0
 NEWS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Who takes part, how it is known that they live, and when this stops being asked."""
+    """Who takes part, where their keys are, how it is known that they live, and when this
+    stops being asked."""
 
+    home: str
     rank: int
     world_size: int
     liveness: Liveness | None
@@ -106,11 +105,34 @@ class StoreExchange:
 
     def broadcast(self, data: bytes | None, source: int, timeout_s: float | None) -> bytes:
         meeting = self._next("broadcast", timeout_s)
-        return self._run(lambda session: self._broadcast(session, meeting, data, source))
+        key = meeting.key("all")
+
+        def work(session: Session) -> bytes:
+            if data is None:
+                self._await(session, meeting, {source: key})
+                return self._take_word(session, key, session.get([key])[0])
+            self._put(session, key, data)
+            self._raise_if_failed(session)  # the others may have given up on this rank
+            return self._take_word(session, key, session.get([key])[0])
+
+        return self._run(work, meeting)
 
     def gather(self, data: bytes, target: int, timeout_s: float | None) -> list[bytes] | None:
         meeting = self._next("gather", timeout_s)
-        return self._run(lambda session: self._gather(session, meeting, data, target))
+
+        def work(session: Session) -> list[bytes] | None:
+            try:
+                gathered = self._gather(session, meeting, data, target)
+            except (RankLostError, RankTimeoutError):
+                # Who has given its part has gone on, and will not come to tidy up.
+                keys = self._arrivals(meeting).values()
+                session.later(lambda: take(session, [k for k in keys if session.check([k])]))
+                raise
+            if gathered is None:
+                self._raise_if_failed(session)
+            return gathered
+
+        return self._run(work, meeting)
 
     def count(self, key: str) -> int:
         """Add one to the number under ``key`` and return it."""
@@ -158,7 +180,8 @@ class StoreExchange:
         self._run(lambda session: session.set(key, value))
 
     def fail(self, record: ErrorRecord) -> ErrorRecord:
-        if not self._channel.usable:  # the store is gone; each rank finds out by itself
+        if not self._channel.usable or self._ranks.is_closed():
+            # The store is gone and each rank finds out by itself, or this rank has left.
             return record
 
         def work(session: Session) -> ErrorRecord:
@@ -207,21 +230,23 @@ class StoreExchange:
         """
         key = meeting.key("all")
 
-        def work(session: Session) -> bytes:
+        def word(session: Session) -> bytes:
             try:
                 parts = self._gather(session, meeting, data, 0)
                 if parts is not None:
-                    return self._take_word(session, key, self._put(session, key, combine(parts)))
+                    return self._put(session, key, combine(parts))
                 self._await(session, meeting, {0: key}, arrivals=self._arrivals(meeting))
-                return self._take_word(session, key, session.get([key])[0])
+                return session.get([key])[0]
             except (RankLostError, RankTimeoutError) as error:
                 record = ErrorRecord.of(error, rank=self._ranks.rank)
-                word = session.set_if_absent(key, VETO + encode(record))
                 self._mine.append(key)
-                return self._take_word(session, key, word)
+                return session.set_if_absent(key, VETO + encode(record))
+
+        def work(session: Session) -> bytes:
+            return self._take_word(session, key, word(session))
 
         before = len(self._mine)
-        result = self._run(work)
+        result = self._run(work, meeting)
         del self._mine[:before]  # every rank has come this far, and so has read all of that
         return result
 
@@ -229,11 +254,12 @@ class StoreExchange:
         """The value of a broadcast whose first part is ``word``; the last to take it deletes it."""
         if word.startswith(VETO):
             raise decode(word[len(VETO) :]).rebuild()
-        value = self._rest(session, key, word)
+        value = rest(session, key, word)
+        self._mine.append(f"{key}/read")
 
         def acknowledge() -> None:
             if session.add(f"{key}/read", 1) == self._ranks.world_size:
-                self._delete(session, key, word)
+                delete(session, key, word)
                 session.delete(f"{key}/read")
 
         session.later(acknowledge)
@@ -253,48 +279,15 @@ class StoreExchange:
         self._put(session, own, b"")  # so that others can tell who has arrived
         session.later(lambda: session.delete(own))
         self._await(session, meeting, keys)
-        taken = self._take(session, list(keys.values()))
+        taken = take(session, list(keys.values()))
         taken.insert(target, data)
         return taken
 
-    def _broadcast(
-        self, session: Session, meeting: Meeting, data: bytes | None, source: int
-    ) -> bytes:
-        key = meeting.key("all")
-        if data is None:
-            self._await(session, meeting, {source: key})
-            return self._take_word(session, key, session.get([key])[0])
-        return self._take_word(session, key, self._put(session, key, data))
-
     def _put(self, session: Session, key: str, data: bytes) -> bytes:
-        """Set the value unless the key is taken, and return what is under the key itself.
-
-        That comes last: once it is there, all parts are.
-        """
-        parts = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)] or [b""]
-        for number, part in enumerate(parts[1:], 1):
-            session.set(f"{key}/{number}", part)
-        self._mine += [key, *(f"{key}/{number}" for number in range(1, len(parts)))]
-        return session.set_if_absent(key, len(parts).to_bytes(4, "big") + parts[0])
-
-    def _take(self, session: Session, keys: Sequence[str]) -> list[bytes]:
-        values = []
-        for at in range(0, len(keys), READ_BATCH):
-            batch = keys[at : at + READ_BATCH]
-            for key, header in zip(batch, session.get(batch), strict=True):
-                values.append(self._rest(session, key, header))
-                session.later(functools.partial(self._delete, session, key, header))
-        return values
-
-    def _rest(self, session: Session, key: str, header: bytes) -> bytes:
-        count = int.from_bytes(header[:4], "big")
-        further = [session.get([f"{key}/{number}"])[0] for number in range(1, count)]
-        return b"".join([header[4:], *further])
-
-    def _delete(self, session: Session, key: str, header: bytes) -> None:
-        session.delete(key)
-        for number in range(1, int.from_bytes(header[:4], "big")):
-            session.delete(f"{key}/{number}")
+        """Set the value unless the key is taken, and return what is under the key itself."""
+        head, written = put(session, key, data)
+        self._mine += written
+        return head
 
     def _await(
         self,
@@ -340,7 +333,8 @@ class StoreExchange:
             looks += 1
             now = time.monotonic()
             if now > meeting.deadline:
-                raise late_error(missing(), self._ranks.joined(), meeting)
+                late = {rank: self._whereabouts(session, rank) for rank in missing()}
+                raise late_error(late, meeting.what, meeting.timeout_s)
             if looks <= EAGER_POLLS:
                 return
             self._raise_if_failed(session)
@@ -351,23 +345,40 @@ class StoreExchange:
 
         return poll
 
+    def _whereabouts(self, session: Session, rank: int) -> str:
+        """Where a rank that did not come was last: often it waits elsewhere, for the others."""
+        if rank not in self._ranks.joined():
+            return "never made a coordinator"
+        key = f"{self._ranks.home}/at/{rank}"
+        if not session.check([key]):
+            return "has not called a collective yet"
+        return f"was last in {session.get([key])[0].decode()}"
+
     def _raise_if_failed(self, session: Session) -> None:
         if session.check([self._failed]):
             raise decode(session.get([self._failed])[0]).rebuild()
 
-    def _run(self, work: Callable[[Session], T]) -> T:
+    def _run(self, work: Callable[[Session], T], meeting: Meeting | None = None) -> T:
+        def placed(session: Session) -> T:
+            if meeting is not None:
+                session.set(f"{self._ranks.home}/at/{self._ranks.rank}", meeting.what.encode())
+            return work(session)
+
         try:
-            return self._channel.run(work, self._judge)
+            return self._channel.run(placed, self._judge)
         except StoreFailedError as error:
             raise self._without_store(f"the store failed: {error}") from error
 
-    def _judge(self, quiet_s: float) -> CheckpointError | None:
+    def _judge(self, quiet: Quiet) -> CheckpointError | None:
         if self._ranks.is_closed():
             return ClosedError("the coordinator was closed while ranks were waiting")
-        if quiet_s > STUCK_S and self._ranks.lost():
+        if quiet.seconds > STUCK_S and self._ranks.lost():
             return lost_error(self._ranks.lost(), self._name)
-        if quiet_s > self._ranks.silence_s + STUCK_S:
-            return self._without_store(f"the store has not answered for {quiet_s:.1f} s")
+        patience_s = self._ranks.silence_s
+        if quiet.connecting:  # a busy server, or a slow look-up of its name
+            patience_s = max(patience_s, CONNECT_S)
+        if quiet.seconds > patience_s + STUCK_S:
+            return self._without_store(f"the store has not answered for {quiet.seconds:.1f} s")
         return None
 
     def _without_store(self, reason: str) -> CheckpointError:
@@ -382,39 +393,3 @@ class StoreExchange:
             f"ranks cannot reach each other in {self._name}: {reason}. "
             "Is the process that hosts the torch.distributed store still running?"
         )
-
-
-def join(parts: list[bytes]) -> bytes:
-    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-
-
-def split(data: bytes) -> list[bytes]:
-    parts, at = [], 0
-    while at < len(data):
-        end = at + 8 + int.from_bytes(data[at : at + 8], "big")
-        parts.append(data[at + 8 : end])
-        at = end
-    return parts
-
-
-def lost_error(lost: Mapping[int, str], what: str) -> RankLostError:
-    """Names the culprits: a rank that left did so, as a rule, because another one was lost."""
-    culprits = [rank for rank, state in lost.items() if state != LEFT] or list(lost)
-    ranks = tuple(sorted(culprits))
-    story = "; ".join(f"rank {rank} {LOSS_IN_WORDS[lost[rank]]}" for rank in ranks)
-    return RankLostError(f"{story}, noticed in {what}", rank=ranks[0], ranks=ranks)
-
-
-def late_error(missing: Sequence[int], joined: set[int], meeting: Meeting) -> RankTimeoutError:
-    ranks = tuple(sorted(missing))
-    absent = [rank for rank in ranks if rank not in joined]
-    message = f"{_name(ranks)} did not arrive at {meeting.what} within {meeting.timeout_s:g} s"
-    if absent:
-        message += f"; {_name(absent)} never made a coordinator"
-    return RankTimeoutError(
-        message, rank=ranks[0] if ranks else None, ranks=ranks, timeout_s=meeting.timeout_s
-    )
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -13,7 +13,7 @@ from typing import Protocol, Self, final
 from holdfast import _checks
 from holdfast.contracts import Data, Operation
 from holdfast.coordination._outcome import error_to_raise
-from holdfast.errors import ErrorRecord
+from holdfast.errors import ClosedError, ErrorRecord
 
 _PHASE = "_holdfast_phase"
 NAME_CHARS = 200  # a name is part of every key of its operation
@@ -35,6 +35,28 @@ class Exchange(Protocol):
 
 
 @final
+class Alone:
+    """The exchange of a world of one: everybody is here already."""
+
+    def barrier(self, timeout_s: float | None) -> None: ...
+
+    def broadcast(self, data: bytes | None, source: int, timeout_s: float | None) -> bytes:
+        del source, timeout_s
+        return data or b""
+
+    def gather(self, data: bytes, target: int, timeout_s: float | None) -> list[bytes] | None:
+        del target, timeout_s
+        return [data]
+
+    def all_gather(self, data: bytes, timeout_s: float | None) -> list[bytes]:
+        del timeout_s
+        return [data]
+
+    def fail(self, record: ErrorRecord) -> ErrorRecord:
+        return record
+
+
+@final
 class GroupOperation:
     """The collectives of one operation. See `holdfast.contracts.Operation`."""
 
@@ -43,6 +65,7 @@ class GroupOperation:
         self._rank = rank
         self._world_size = world_size
         self._phase = phase
+        self._over = False
 
     @property
     def rank(self) -> int:
@@ -53,23 +76,25 @@ class GroupOperation:
         return self._world_size
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        self._exchange.barrier(_optional(timeout_s))
+        self._running().barrier(_optional(timeout_s))
 
     def broadcast(
         self, data: Data | None, *, source: int = 0, timeout_s: float | None = None
     ) -> bytes:
         _checks.rank("source", source, self._world_size)
-        own = _bytes(data) if self._rank == source else None
-        return self._exchange.broadcast(own, source, _optional(timeout_s))
+        own = bytes(_checks.data("data", data)) if self._rank == source else None
+        return self._running().broadcast(own, source, _optional(timeout_s))
 
     def gather(
         self, data: Data, *, target: int = 0, timeout_s: float | None = None
     ) -> list[bytes] | None:
         _checks.rank("target", target, self._world_size)
-        return self._exchange.gather(_bytes(data), target, _optional(timeout_s))
+        return self._running().gather(
+            bytes(_checks.data("data", data)), target, _optional(timeout_s)
+        )
 
     def all_gather(self, data: Data, timeout_s: float | None = None) -> list[bytes]:
-        return self._exchange.all_gather(_bytes(data), _optional(timeout_s))
+        return self._running().all_gather(bytes(_checks.data("data", data)), _optional(timeout_s))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -84,13 +109,27 @@ class GroupOperation:
         finally:
             self._phase = before
 
+    def end(self) -> None:
+        """Refuse everything from now on."""
+        self._over = True
+
+    def _running(self) -> Exchange:
+        if self._over:
+            raise ClosedError("this operation is over: its block has been left")
+        return self._exchange
+
     def phase_of(self, error: BaseException) -> str:
         """The innermost phase that ``error`` ended, or else the one this rank is in."""
         return str(error.__dict__.get(_PHASE, self._phase))
 
 
 class GroupCoordinator(abc.ABC):
-    """The public verbs, each an operation of its own."""
+    """The public verbs, each an operation of its own.
+
+    A base and not a wrapper: the two coordinators differ only in where an exchange comes from.
+    Arguments are checked here before an exchange is opened, so that a mistake on one rank
+    disturbs no other, and again in `GroupOperation` for calls inside a block.
+    """
 
     @property
     @abc.abstractmethod
@@ -128,7 +167,7 @@ class GroupCoordinator(abc.ABC):
         self, data: Data | None, *, source: int = 0, timeout_s: float | None = None
     ) -> bytes:
         _checks.rank("source", source, self.world_size)
-        own = _bytes(data) if self.rank == source else None
+        own = bytes(_checks.data("data", data)) if self.rank == source else None
         with self._together("broadcast", timeout_s) as operation:
             return operation.broadcast(own, source=source)
 
@@ -136,12 +175,12 @@ class GroupCoordinator(abc.ABC):
         self, data: Data, *, target: int = 0, timeout_s: float | None = None
     ) -> list[bytes] | None:
         _checks.rank("target", target, self.world_size)
-        own = _bytes(data)
+        own = bytes(_checks.data("data", data))
         with self._together("gather", timeout_s) as operation:
             return operation.gather(own, target=target)
 
     def all_gather(self, data: Data, timeout_s: float | None = None) -> list[bytes]:
-        own = _bytes(data)
+        own = bytes(_checks.data("data", data))
         with self._together("all_gather", timeout_s) as operation:
             return operation.all_gather(own)
 
@@ -162,8 +201,10 @@ class GroupCoordinator(abc.ABC):
             )
             try:
                 yield operation
+                operation.end()
             except BaseException as error:  # noqa: BLE001 -- told to the others, then raised
                 record = ErrorRecord.of(error, rank=self.rank, phase=operation.phase_of(error))
+                operation.end()
                 agreed = exchange.fail(record)
                 final_error = error_to_raise(error, agreed, rank=self.rank)
                 try:
@@ -174,15 +215,15 @@ class GroupCoordinator(abc.ABC):
                     del final_error  # or this frame and the error would keep each other alive
 
 
+def titled(key: str) -> str:
+    """An operation's key, as people call it."""
+    kind, _, name = key.partition(":")
+    return f"operation {name!r}" if name else kind
+
+
 def _optional(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else _checks.seconds("timeout_s", timeout_s)
 
 
 def _name(name: str) -> str:
     return _checks.text("name", name, most=NAME_CHARS)
-
-
-def _bytes(data: object) -> bytes:
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(f"ranks exchange bytes, not {type(data).__name__}")
-    return bytes(data)

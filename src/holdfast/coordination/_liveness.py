@@ -25,7 +25,7 @@ UNWATCHED = "unwatched"
 LOSS_IN_WORDS = {
     DEAD: "died (its process ended)",
     SILENT: "fell silent (stopped, or its machine is unreachable)",
-    LEFT: "has left (its coordinator was closed)",
+    LEFT: "has left (it closed its coordinator, or its program came to its end)",
     UNWATCHED: "lost its liveness helper process (killed?)",
 }
 

@@ -1,23 +1,30 @@
-"""How an error on one rank becomes the one error that every rank raises. Pure."""
+"""What ranks raise: one error for all, and the words for ranks that are lost or late. Pure."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import msgspec
 
-from holdfast.errors import CheckpointError, ErrorRecord
+from holdfast.coordination._beacon import LEFT
+from holdfast.coordination._liveness import LOSS_IN_WORDS
+from holdfast.errors import CheckpointError, ErrorRecord, RankLostError, RankTimeoutError
 
 _TRACE_CHARS = 20_000  # the last frames say most, and a record must stay one small value
 _MESSAGE_CHARS = 100_000
+_PLACES = 8  # ranks whose place is told
 
 
 def encode(record: ErrorRecord) -> bytes:
-    return msgspec.json.encode(
-        dataclasses.replace(
-            record,
-            message=record.message[:_MESSAGE_CHARS],
-            traceback=record.traceback[-_TRACE_CHARS:],
-        )
+    """Never fails: a failure that cannot be told would leave the others waiting."""
+    record = dataclasses.replace(
+        record,
+        message=record.message[:_MESSAGE_CHARS],
+        traceback=record.traceback[-_TRACE_CHARS:],
     )
+    try:
+        return msgspec.json.encode(record)
+    except (TypeError, ValueError, OverflowError):  # a fact of a strange kind, or a huge number
+        return msgspec.json.encode(dataclasses.replace(record, facts={}))
 
 
 def decode(data: bytes) -> ErrorRecord:
@@ -33,13 +40,34 @@ def error_to_raise(own: BaseException, agreed: ErrorRecord, *, rank: int) -> Bas
     if not isinstance(own, Exception):
         return own
     mine = ErrorRecord.of(own, rank=rank, phase=agreed.phase)
-    if isinstance(own, CheckpointError) and _same(mine, agreed):
+    if not _same(mine, agreed):
+        return agreed.rebuild()
+    if isinstance(own, CheckpointError):
         own.rank, own.phase = agreed.rank, agreed.phase
         return own
-    error = agreed.rebuild()
-    error.__cause__ = own
-    return error
+    return dataclasses.replace(agreed, traceback="").rebuild()  # its cause is shown with it
 
 
 def _same(one: ErrorRecord, other: ErrorRecord) -> bool:
     return dataclasses.replace(one, traceback="") == dataclasses.replace(other, traceback="")
+
+
+def lost_error(lost: Mapping[int, str], what: str) -> RankLostError:
+    """Names the culprits: a rank that left did so, as a rule, because another one was lost."""
+    culprits = [rank for rank, state in lost.items() if state != LEFT] or list(lost)
+    ranks = tuple(sorted(culprits))
+    story = "; ".join(f"rank {rank} {LOSS_IN_WORDS[lost[rank]]}" for rank in ranks)
+    return RankLostError(f"{story}, noticed in {what}", rank=ranks[0], ranks=ranks)
+
+
+def late_error(late: Mapping[int, str], what: str, timeout_s: float) -> RankTimeoutError:
+    """``late`` says of each rank that did not come where it is instead."""
+    ranks = tuple(sorted(late))
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    places = "; ".join(f"rank {rank} {late[rank]}" for rank in ranks[:_PLACES])
+    return RankTimeoutError(
+        f"{names} did not arrive at {what} within {timeout_s:g} s; {places}",
+        rank=ranks[0],
+        ranks=ranks,
+        timeout_s=timeout_s,
+    )

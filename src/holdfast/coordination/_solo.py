@@ -5,8 +5,11 @@ from collections.abc import Generator
 from typing import final
 
 from holdfast import _checks
-from holdfast.coordination._group import Exchange, GroupCoordinator
-from holdfast.errors import ClosedError, ErrorRecord
+from holdfast.coordination._group import Alone, Exchange, GroupCoordinator, titled
+from holdfast.coordination._turns import TurnBook
+from holdfast.errors import ClosedError
+
+TIMEOUT_S = 600.0  # for another thread of this process to get out of the same operation
 
 
 @final
@@ -15,6 +18,7 @@ class SoloCoordinator(GroupCoordinator):
 
     def __init__(self) -> None:
         self._closed = False
+        self._turns = TurnBook()
 
     @property
     def rank(self) -> int:
@@ -36,26 +40,8 @@ class SoloCoordinator(GroupCoordinator):
 
     @contextlib.contextmanager
     def _open(self, name: str, timeout_s: float | None) -> Generator[Exchange]:
-        del name, timeout_s  # nothing is shared and nothing is waited for
         if self._closed:
             raise ClosedError("this coordinator is closed")
-        yield _Alone()
-
-
-class _Alone:
-    def barrier(self, timeout_s: float | None) -> None: ...
-
-    def broadcast(self, data: bytes | None, source: int, timeout_s: float | None) -> bytes:
-        del source, timeout_s
-        return data or b""
-
-    def gather(self, data: bytes, target: int, timeout_s: float | None) -> list[bytes] | None:
-        del target, timeout_s
-        return [data]
-
-    def all_gather(self, data: bytes, timeout_s: float | None) -> list[bytes]:
-        del timeout_s
-        return [data]
-
-    def fail(self, record: ErrorRecord) -> ErrorRecord:
-        return record
+        turns = self._turns.of(name, titled(name))
+        with turns.serve(turns.draw(), TIMEOUT_S if timeout_s is None else timeout_s):
+            yield Alone()

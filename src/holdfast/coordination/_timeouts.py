@@ -15,7 +15,9 @@ class TimeoutHandler:
     """
 
     def __init__(self, coordinator: Coordinator, default_timeout_s: float = 600.0) -> None:
-        self._coordinator = coordinator
+        self._coordinator = _checks.having(
+            "coordinator", coordinator, "Coordinator", "barrier", "wait_for_rank"
+        )
         self._default_timeout_s = _checks.seconds("default_timeout_s", default_timeout_s)
 
     def barrier(self, timeout_s: float | None = None) -> None:

@@ -6,7 +6,7 @@ training collectives run.
 """
 
 import contextlib
-import itertools
+import functools
 import json
 import logging
 import os
@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, final
@@ -21,11 +22,13 @@ from typing import TYPE_CHECKING, Any, final
 from holdfast import _checks
 from holdfast.coordination._channel import Channel
 from holdfast.coordination._exchange import Ranks, StoreExchange
-from holdfast.coordination._group import GroupCoordinator
+from holdfast.coordination._group import Alone, GroupCoordinator, titled
 from holdfast.coordination._liveness import Liveness
+from holdfast.coordination._turns import TurnBook
 from holdfast.errors import (
     ClosedError,
     CoordinationError,
+    ErrorRecord,
     OperationTimeoutError,
     RankLostError,
     RankTimeoutError,
@@ -71,12 +74,17 @@ class TorchCoordinator(GroupCoordinator):
         self._closed = threading.Event()
         self._guard = threading.Lock()
         self._idle: list[Channel] = []
-        self._turns: defaultdict[str, _Turns] = defaultdict(_Turns)
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)
+        self._turns = TurnBook()
         self._waited: defaultdict[int, int] = defaultdict(int)
         self._liveness: Liveness | None = None
         self._base = "holdfast"
         if self._world_size > 1:
-            self._join()
+            try:
+                self._join()
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def rank(self) -> int:
@@ -90,6 +98,8 @@ class TorchCoordinator(GroupCoordinator):
         _checks.rank("rank", rank, self._world_size)
         key = f"{self._base}/arrived/{rank}"
         with self._open(f"wait_for_rank {rank}", timeout_s) as exchange:
+            if isinstance(exchange, Alone):
+                return
             if rank == self._rank:
                 exchange.count(key)
             else:
@@ -105,12 +115,14 @@ class TorchCoordinator(GroupCoordinator):
         if self._liveness is not None:
             self._liveness.close()
         with self._guard:
-            while self._idle:
-                self._idle.pop().close()
+            self._finalizer()
 
     def _join(self) -> None:
         """Agree on a name for this coordinator's keys, and connect the helpers."""
-        with self._open("start of the coordinator", None) as exchange:
+        start = "start of the coordinator"
+        deadline = time.monotonic() + self._timeout_s
+        with self._channel() as channel:
+            exchange = self._exchange(channel, start, start, self._timeout_s, deadline)
             # How many coordinators this very process has made: a restarted job, whose store may
             # still be the old one with the old job's keys in it, counts from one again.
             turn = exchange.count(f"holdfast/made/{_PROCESS}-{os.getpid()}")
@@ -161,18 +173,40 @@ class TorchCoordinator(GroupCoordinator):
         )
 
     @contextlib.contextmanager
-    def _open(self, name: str, timeout_s: float | None) -> Iterator[StoreExchange]:
+    def _open(self, name: str, timeout_s: float | None) -> Iterator[StoreExchange | Alone]:
         limit_s = self._timeout_s if timeout_s is None else _checks.seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + limit_s
-        kind, _, given = name.partition(":")
-        title = f"operation {given!r}" if given else kind
-        with self._turns[name].take(title, limit_s) as turn, self._channel() as channel:
-            yield self._exchange(channel, title, f"{name}/{turn}", limit_s, deadline)
+        self._require_open()
+        title = titled(name)
+        turns = self._turns.of(name, title)
+        turn = turns.draw()
+        if self._world_size == 1:
+            with turns.serve(turn, limit_s):
+                yield Alone()
+            return
+        exchange = functools.partial(
+            self._exchange,
+            name=title,
+            base=f"{name}/{turn}",
+            timeout_s=limit_s,
+            deadline=deadline,
+        )
+        served = False
+        try:
+            with turns.serve(turn, limit_s), self._channel() as channel:
+                served = True
+                yield exchange(channel)
+        except OperationTimeoutError as error:
+            if not served:  # the other ranks must not wait for what this one gave up
+                with self._channel() as channel:
+                    exchange(channel).fail(ErrorRecord.of(error, rank=self._rank, phase=title))
+            raise
 
     def _exchange(
         self, channel: Channel, name: str, base: str, timeout_s: float, deadline: float
     ) -> StoreExchange:
         ranks = Ranks(
+            home=self._base,
             rank=self._rank,
             world_size=self._world_size,
             liveness=self._liveness,
@@ -188,46 +222,29 @@ class TorchCoordinator(GroupCoordinator):
             deadline=deadline,
         )
 
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise ClosedError(f"the coordinator of rank {self._rank} is closed")
+
     @contextlib.contextmanager
     def _channel(self) -> Generator[Channel]:
         with self._guard:
-            if self._closed.is_set():
-                raise ClosedError(f"the coordinator of rank {self._rank} is closed")
+            self._require_open()
             channel = self._idle.pop() if self._idle else Channel(self._store.clone)
         try:
             yield channel
         finally:
             with self._guard:
-                if channel.usable and not self._closed.is_set():
+                keep = channel.usable and not self._closed.is_set()
+                if keep:
                     self._idle.append(channel)
-                else:
-                    channel.close()
+            if not keep:
+                channel.close()
 
 
-class _Turns:
-    """Operations of one name: one at a time, numbered alike on every rank."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._next = itertools.count()
-
-    @contextlib.contextmanager
-    def take(self, name: str, timeout_s: float) -> Generator[int]:
-        me = threading.get_ident()
-        if self._owner == me:
-            raise CoordinationError(f"{name} is already under way in this very thread")
-        if not self._lock.acquire(timeout=timeout_s):
-            raise OperationTimeoutError(
-                f"another thread of this rank did not get out of {name} within {timeout_s:g} s",
-                timeout_s=timeout_s,
-            )
-        self._owner = me
-        try:
-            yield next(self._next)
-        finally:
-            self._owner = None
-            self._lock.release()
+def _close_all(channels: list[Channel]) -> None:
+    while channels:
+        channels.pop().close()
 
 
 def _members(process_group: "ProcessGroup | None") -> tuple[int, int, Any]:
@@ -236,7 +253,7 @@ def _members(process_group: "ProcessGroup | None") -> tuple[int, int, Any]:
         import torch.distributed as dist  # noqa: PLC0415 -- optional: `holdfast[torch]`
     except ImportError as error:
         raise CoordinationError(
-            "TorchCoordinator needs torch: pip install 'holdfast[torch]'. "
+            "TorchCoordinator needs torch, which is not installed (pip install torch). "
             "For one process without it there is SoloCoordinator"
         ) from error
     if not dist.is_available() or not dist.is_initialized():

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger("holdfast.resilience")
 
+_FAILURE_CHARS = 200
+
 
 class CircuitState(enum.Enum):
     """Whether a circuit breaker lets calls through: all, none, or a few to see."""
@@ -58,6 +60,7 @@ class CircuitBreaker:
         "_generation",
         "_half_open_max_calls",
         "_ignore",
+        "_last_failure",
         "_lock",
         "_opened_s",
         "_probes",
@@ -80,12 +83,13 @@ class CircuitBreaker:
             "half_open_max_calls", half_open_max_calls, least=1
         )
         self._ignore = _checks.exception_classes("ignore", ignore)
-        self._clock = SystemClock() if clock is None else clock
+        self._clock = SystemClock() if clock is None else _checks.clock("clock", clock)
         self._lock = threading.Lock()
         self._state = CircuitState.CLOSED
         self._generation = 0
         self._failures = 0
         self._opened_s = 0.0
+        self._last_failure = ""
         self._probes: dict[_Attempt, float] = {}
 
     @property
@@ -147,7 +151,8 @@ class CircuitBreaker:
     def _admit_guarded(self, attempt: "_Attempt") -> None:
         attempt.generation = self._generation
         if self._state is CircuitState.OPEN:
-            raise _refusal("the circuit is open", self._wait_s(self._opened_s))
+            why = f"the circuit is open since {self._last_failure}"
+            raise _refusal(why, self._wait_s(self._opened_s))
         if self._state is CircuitState.HALF_OPEN:
             inside = {a: since for a, since in self._probes.items() if self._wait_s(since) > 0}
             if len(inside) >= self._half_open_max_calls:
@@ -190,6 +195,7 @@ class CircuitBreaker:
             if opened:
                 self._enter(CircuitState.OPEN)
                 self._opened_s = self._clock.now()
+                self._last_failure = repr(error)[:_FAILURE_CHARS]
         if opened:
             _log.warning(
                 "circuit open for %g s after %d failures: %s",

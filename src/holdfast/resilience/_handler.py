@@ -41,13 +41,21 @@ class FaultToleranceHandler:
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        if isinstance(storage, RetryPolicy):
-            raise TypeError("storage must be a Storage; pass the policy as retry_policy=")
-        self._storage = storage
-        self._policy = RetryPolicy() if retry_policy is None else retry_policy
-        self._budget = retry_budget
-        self._clock = SystemClock() if clock is None else clock
-        self._rng = random.SystemRandom() if rng is None else rng
+        self._storage = None if storage is None else _checks.storage("storage", storage)
+        self._policy = (
+            RetryPolicy()
+            if retry_policy is None
+            else _checks.instance("retry_policy", retry_policy, RetryPolicy)
+        )
+        self._budget = (
+            None
+            if retry_budget is None
+            else _checks.instance("retry_budget", retry_budget, RetryBudget)
+        )
+        self._clock = SystemClock() if clock is None else _checks.clock("clock", clock)
+        self._rng = (
+            random.SystemRandom() if rng is None else _checks.instance("rng", rng, random.Random)
+        )
 
     def execute_with_retry(self, operation: Callable[[], T]) -> T:
         """The operation's result, tried again after failures as the policy says.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 
 from holdfast import _checks
-from holdfast.contracts import Storage
+from holdfast.contracts import Data, Storage
 from holdfast.errors import CheckpointError, SaveError
 from holdfast.resilience._handler import FaultToleranceHandler
 from holdfast.resilience._operation import MisuseError, is_cancellation, name_of, require_callable
@@ -25,15 +25,15 @@ class CheckpointRollbackManager:
     __slots__ = ("_handler", "_storage")
 
     def __init__(self, fault_handler: FaultToleranceHandler, storage: Storage) -> None:
-        self._handler = fault_handler
-        self._storage = storage
+        self._handler = _checks.instance("fault_handler", fault_handler, FaultToleranceHandler)
+        self._storage = _checks.storage("storage", storage)
 
-    def save_with_rollback(self, checkpoint_path: str, save_operation: Callable[[], bytes]) -> str:
+    def save_with_rollback(self, checkpoint_path: str, save_operation: Callable[[], Data]) -> str:
         """Store what ``save_operation`` returns under ``checkpoint_path``, which is returned.
 
         If it fails, nothing of the attempt is left and what was there before is untouched.
         Errors of holdfast are raised as they are, others as the cause of a ``SaveError``.
-        Anything but ``bytes`` is a ``TypeError``.
+        Anything but bytes (also a ``bytearray`` or ``memoryview``) is a ``TypeError``.
         """
         _require(checkpoint_path, save_operation)
         with _save_errors(checkpoint_path):
@@ -43,7 +43,7 @@ class CheckpointRollbackManager:
         return checkpoint_path
 
     async def save_with_rollback_async(
-        self, checkpoint_path: str, save_operation: Callable[[], Awaitable[bytes]]
+        self, checkpoint_path: str, save_operation: Callable[[], Awaitable[Data]]
     ) -> str:
         """As ``save_with_rollback``; the storage is written in a thread.
 
@@ -61,16 +61,21 @@ class CheckpointRollbackManager:
                 abandoned.set()
         return checkpoint_path
 
-    def _publish(self, key: str, data: bytes, abandoned: threading.Event) -> None:
+    def _publish(self, key: str, data: Data, abandoned: threading.Event) -> None:
         write = functools.partial(self._write, key, data, abandoned)
         self._handler.execute_with_retry(write)
 
-    def _write(self, key: str, data: bytes, abandoned: threading.Event) -> None:
+    def _write(self, key: str, data: Data, abandoned: threading.Event) -> None:
+        _refuse_if(abandoned)
         with self._storage.open_writer(key) as writer:
             writer.write_at(0, data)
-            if abandoned.is_set():
-                raise concurrent.futures.CancelledError
+            _refuse_if(abandoned)
             writer.finish()
+
+
+def _refuse_if(abandoned: threading.Event) -> None:
+    if abandoned.is_set():
+        raise concurrent.futures.CancelledError
 
 
 def _require(checkpoint_path: object, save_operation: object) -> None:
@@ -79,7 +84,7 @@ def _require(checkpoint_path: object, save_operation: object) -> None:
 
 
 def _require_bytes(data: object, save_operation: object) -> None:
-    if not isinstance(data, bytes):
+    if not isinstance(data, bytes | bytearray | memoryview):
         raise MisuseError(
             f"{name_of(save_operation)} must return bytes, not {type(data).__name__}; "
             "nothing was stored"

@@ -115,7 +115,7 @@ class MemoryWriter:
 
     def write_at(self, offset: int, data: Data) -> None:
         pieces = self._open_pieces()
-        piece = memoryview(data).tobytes()
+        piece = memoryview(_checks.data("data", data)).tobytes()
         if offset < 0:
             raise ValueError(f"offset must be 0 or more, not {offset!r}")
         if offset in pieces:
@@ -156,7 +156,7 @@ class MemoryWriter:
 
 
 def _small(key: str, data: Data) -> bytes:
-    view = memoryview(data)
+    view = memoryview(_checks.data("data", data))
     if view.nbytes > SMALL_OBJECT_BYTES:
         raise StorageError(
             f"{view.nbytes} bytes are more than the {SMALL_OBJECT_BYTES} that one request "

@@ -6,6 +6,7 @@ the other; any rank may be killed, stopped or continued meanwhile. Loopback only
 """
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -16,11 +17,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, final
 
 from holdfast import _checks
-from holdfast.errors import CheckpointError, ErrorRecord, OperationTimeoutError, RankLostError
+from holdfast.errors import (
+    CheckpointError,
+    ClosedError,
+    ErrorRecord,
+    OperationTimeoutError,
+    RankLostError,
+)
 
 __all__ = ["RankGang", "RankOutcome"]
 
@@ -70,6 +79,9 @@ class RankGang:
 
     def __init__(self, world_size: int, *, start_timeout_s: float = 60.0) -> None:
         _checks.count("world_size", world_size, least=1)
+        _checks.seconds("start_timeout_s", start_timeout_s)
+        if importlib.util.find_spec("torch") is None:
+            raise ModuleNotFoundError("RankGang needs torch, which is not installed", name="torch")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOAD))
         self._processes: list[ForkServerProcess] = []
@@ -121,11 +133,19 @@ class RankGang:
         self, function: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> None:
         """Call ``function(rank, ...)`` on every rank that lives, without waiting."""
+        self._require_open()
         if self._busy:
             raise RuntimeError(f"ranks {sorted(self._busy)} have not finished the last call")
+        try:
+            call = ForkingPickler.dumps((function, args, kwargs))
+        except (PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"cannot send {function!r} to the ranks: it must be defined at the top of a "
+                f"module, and its arguments picklable ({error})"
+            ) from error
         for rank, pipe in enumerate(self._pipes):
             with contextlib.suppress(BrokenPipeError):  # it has ended: outcomes() will say so
-                pipe.send((function, args, kwargs))
+                pipe.send_bytes(call)
             self._busy.add(rank)
 
     def outcomes(
@@ -135,6 +155,10 @@ class RankGang:
 
         ``OperationTimeoutError`` names the ranks still running; they may be asked for again.
         """
+        self._require_open()
+        _checks.seconds("timeout_s", timeout_s)
+        if not self._busy:
+            raise ValueError("nothing was started on any rank")
         wanted = set(self._busy if ranks is None else ranks)
         if not wanted <= self._busy:
             raise ValueError(f"nothing was started on ranks {sorted(wanted - self._busy)}")
@@ -158,15 +182,15 @@ class RankGang:
 
     def kill(self, rank: int) -> None:
         """SIGKILL: the rank ends at once, like a crash."""
-        os.kill(self.pids[rank], signal.SIGKILL)
+        self._signal(rank, signal.SIGKILL)
 
     def stop(self, rank: int) -> None:
         """SIGSTOP: the rank freezes with its connections open."""
-        os.kill(self.pids[rank], signal.SIGSTOP)
+        self._signal(rank, signal.SIGSTOP)
 
     def cont(self, rank: int) -> None:
         """SIGCONT: a stopped rank goes on."""
-        os.kill(self.pids[rank], signal.SIGCONT)
+        self._signal(rank, signal.SIGCONT)
 
     def close(self) -> None:
         """End every rank, stopped ones too. Idempotent."""
@@ -183,6 +207,14 @@ class RankGang:
     ) -> None:
         self.close()
 
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        self._require_open()
+        os.kill(self.pids[_checks.rank("rank", rank, len(self._pipes))], number)
+
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise ClosedError("this gang of ranks is closed")
+
     def _first_word(self, rank: int, deadline: float) -> Any:
         if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
             raise OperationTimeoutError(f"rank {rank} did not start in time", rank=rank)
@@ -192,7 +224,9 @@ class RankGang:
             self._processes[rank].join(5)
             code = self._processes[rank].exitcode
             raise RankLostError(
-                f"rank {rank} ended while starting, with exit code {code}; see its output above",
+                f"rank {rank} ended while starting, with exit code {code}; see its output above. "
+                "The ranks import the main script: does it run as a file, and does it keep what "
+                "it does under if __name__ == '__main__'?",
                 rank=rank,
                 ranks=(rank,),
             ) from None
@@ -248,4 +282,8 @@ def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
             value = function(rank, *args, **kwargs)
         except Exception as failure:  # noqa: BLE001 -- becomes the outcome, which the caller reads
             error = ErrorRecord.of(failure, rank=rank)
-        pipe.send((value, error, time.perf_counter() - began))
+        elapsed_s = time.perf_counter() - began
+        try:
+            pipe.send((value, error, elapsed_s))
+        except (PicklingError, AttributeError, TypeError) as failure:
+            pipe.send((None, ErrorRecord.of(failure, rank=rank, phase="return"), elapsed_s))
