@@ -106,9 +106,10 @@ class CheckpointError(Exception):
     facts: ClassVar[tuple[str, ...]] = ()
     """Names of the further keyword facts this class carries, each ``None`` unless given."""
 
-    path: str | None
-    rank: int | None
-    phase: str | None
+    # Defaults, so that a subclass which forgets to call __init__ can still be printed and told.
+    path: str | None = None
+    rank: int | None = None
+    phase: str | None = None
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class CheckpointError(Exception):
     @property
     def message(self) -> str:
         """The sentence alone, without rank, phase and path."""
-        return str(self.args[0])
+        return str(self.args[0]) if self.args else type(self).__name__
 
     def __str__(self) -> str:
         where = [f"rank {self.rank}"] if self.rank is not None else []
@@ -311,9 +312,24 @@ class ErrorRecord:
     def of(cls, error: BaseException, *, rank: int, phase: str | None = None) -> "ErrorRecord":
         """Record ``error`` as ``rank`` met with it; facts already in the error win.
 
-        An error about another rank, which died or did not come, has no traceback: there is
-        nothing to be found where it was noticed.
+        That a rank was lost or late has no traceback: there is nothing to be found where it was
+        noticed.
         """
+        try:
+            return cls._of(error, rank, phase)
+        except Exception as problem:  # noqa: BLE001 -- what cannot be told leaves others waiting
+            name = type(error).__name__
+            return cls(
+                error=RankFailedError.__name__,
+                kind=RankFailedError.kind,
+                message=f"{name}, which cannot be described ({type(problem).__name__})",
+                rank=rank,
+                phase=phase,
+                facts={"error_type": name},
+            )
+
+    @classmethod
+    def _of(cls, error: BaseException, rank: int, phase: str | None) -> "ErrorRecord":
         trace = _utf8("".join(traceback.format_exception(error)))
         if not isinstance(error, CheckpointError):
             return cls(
@@ -325,16 +341,15 @@ class ErrorRecord:
                 traceback=trace,
                 facts={"error_type": type(error).__name__},
             )
-        values = {name: getattr(error, name) for name in error.facts}
         return cls(
             error=type(error).__name__,
             kind=error.kind,
             message=_utf8(error.message),
-            path=None if error.path is None else _utf8(error.path),
-            rank=rank if error.rank is None else error.rank,
-            phase=phase if error.phase is None else error.phase,
-            traceback=trace if error.rank in (None, rank) else "",
-            facts={name: _plain(value) for name, value in values.items()},
+            path=None if error.path is None else _utf8(str(error.path)),
+            rank=rank if error.rank is None else operator.index(error.rank),
+            phase=phase if error.phase is None else _utf8(str(error.phase)),
+            traceback="" if isinstance(error, RankLostError | RankTimeoutError) else trace,
+            facts={name: _plain(getattr(error, name)) for name in error.facts},
         )
 
     def rebuild(self) -> CheckpointError:
@@ -359,13 +374,17 @@ class ErrorRecord:
 def _plain(value: object) -> Any:
     """A fact as JSON can carry it; what it cannot, in words."""
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [item if isinstance(item, str) else _index_or_words(item) for item in value]
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return _utf8(value)
     if isinstance(value, float):
         return float(value)
+    return _index_or_words(value)
+
+
+def _index_or_words(value: object) -> int | str:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -174,6 +174,12 @@ class Channel:
             # coordinator with its helper process, would live until the next garbage collection.
             del job
 
+    def post(self, work: Callable[[Session], object]) -> None:
+        """Do ``work`` when the store can be reached, wait for nothing, and end the channel."""
+        self.usable = False
+        self._jobs.put(_Job(work))
+        self._jobs.put(None)
+
     def close(self) -> None:
         """End the thread. Waits a moment for it: a thread that is inside the store while the
         interpreter ends would abort the process."""

@@ -9,12 +9,14 @@ Known inefficiency: everything goes through one server, so with thousands of ran
 takes as long as that server needs for some five messages a rank.
 """
 
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, final
 
+from holdfast.coordination._beacon import LEFT
 from holdfast.coordination._channel import Channel, Quiet, Session, StoreFailedError
 from holdfast.coordination._liveness import Liveness
 from holdfast.coordination._outcome import decode, encode, late_error, lost_error
@@ -24,6 +26,7 @@ from holdfast.errors import (
     ClosedError,
     CoordinationError,
     ErrorRecord,
+    OperationTimeoutError,
     RankLostError,
     RankTimeoutError,
 )
@@ -67,6 +70,7 @@ class Meeting:
     what: str
     timeout_s: float
     deadline: float
+    last: bool
 
     def key(self, name: str) -> str:
         return f"{self.base}/{name}"
@@ -81,12 +85,14 @@ class StoreExchange:
         channel: Channel,
         ranks: Ranks,
         *,
+        reconnect: Callable[[], Channel],
         base: str,
         name: str,
         timeout_s: float,
         deadline: float,
     ) -> None:
         self._channel = channel
+        self._reconnect = reconnect
         self._ranks = ranks
         self._base = base
         self._failed = f"{base}/failed"
@@ -94,17 +100,18 @@ class StoreExchange:
         self._timeout_s = timeout_s
         self._deadline = deadline
         self._count = 0
+        self._meeting: Meeting | None = None
         self._mine: list[str] = []
 
-    def barrier(self, timeout_s: float | None) -> None:
-        self._meet(self._next("barrier", timeout_s), b"", lambda _: b"")
+    def barrier(self, timeout_s: float | None, *, last: bool = False) -> None:
+        self._meet(self._next("barrier", timeout_s, last=last), b"", lambda _: b"")
 
     def all_gather(self, data: bytes, timeout_s: float | None) -> list[bytes]:
         meeting = self._next("all_gather", timeout_s)
         return split(self._meet(meeting, data, join))
 
     def broadcast(self, data: bytes | None, source: int, timeout_s: float | None) -> bytes:
-        meeting = self._next("broadcast", timeout_s)
+        meeting = self._next("broadcast", timeout_s, root=source)
         key = meeting.key("all")
 
         def work(session: Session) -> bytes:
@@ -118,7 +125,7 @@ class StoreExchange:
         return self._run(work, meeting)
 
     def gather(self, data: bytes, target: int, timeout_s: float | None) -> list[bytes] | None:
-        meeting = self._next("gather", timeout_s)
+        meeting = self._next("gather", timeout_s, root=target)
 
         def work(session: Session) -> list[bytes] | None:
             try:
@@ -134,9 +141,9 @@ class StoreExchange:
 
         return self._run(work, meeting)
 
-    def count(self, key: str) -> int:
-        """Add one to the number under ``key`` and return it."""
-        return self._run(lambda session: session.add(key, 1))
+    def count(self, key: str, amount: int = 1) -> int:
+        """Add to the number under ``key`` and return it."""
+        return self._run(lambda session: session.add(key, amount))
 
     def await_arrival(self, key: str, count: int, rank: int) -> None:
         """Wait until ``rank`` has counted ``count`` arrivals under ``key``."""
@@ -180,19 +187,29 @@ class StoreExchange:
         self._run(lambda session: session.set(key, value))
 
     def fail(self, record: ErrorRecord) -> ErrorRecord:
-        if not self._channel.usable or self._ranks.is_closed():
-            # The store is gone and each rank finds out by itself, or this rank has left.
+        if self._ranks.is_closed():  # the others hear that this rank has left
             return record
-
-        def work(session: Session) -> ErrorRecord:
-            agreed = decode(session.set_if_absent(self._failed, encode(record)))
-            session.later(lambda: self._leave(session))
-            return agreed
-
+        if not self._channel.usable:
+            # The store is gone, or slow. If no rank is lost it may answer yet, and the others,
+            # who are waiting for this rank, must then be told.
+            if not self._ranks.lost():
+                self._reconnect().post(lambda session: self._fail(session, record))
+            return record
         try:
-            return self._run(work)
-        except CheckpointError:  # likewise; the failure at hand says more than this one
+            return self._run(lambda session: self._fail(session, record))
+        except CheckpointError:  # the failure at hand says more than this one
             return record
+
+    def _fail(self, session: Session, record: ErrorRecord) -> ErrorRecord:
+        if self._meeting is not None:
+            key = self._meeting.key("all")
+            word = session.set_if_absent(key, VETO + encode(record))
+            self._mine.append(key)
+            if self._meeting.last and not word.startswith(VETO):
+                return record  # all have got through; only this rank fails, and by itself
+        agreed = decode(session.set_if_absent(self._failed, encode(record)))
+        session.later(lambda: self._leave(session))
+        return agreed
 
     def _leave(self, session: Session) -> None:
         """The last rank to leave tidies up: until then somebody may be reading any key, and
@@ -208,16 +225,20 @@ class StoreExchange:
         session.delete(self._failed)
         session.delete(left)
 
-    def _next(self, what: str, timeout_s: float | None) -> Meeting:
+    def _next(
+        self, what: str, timeout_s: float | None, *, root: int = 0, last: bool = False
+    ) -> Meeting:
         self._count += 1
         until = self._deadline
         if timeout_s is not None:
             until = min(until, time.monotonic() + timeout_s)
         return Meeting(
-            base=f"{self._base}/{self._count}-{what}",
+            # With the kind and the root in the key, ranks that differ in them do not meet.
+            base=f"{self._base}/{self._count}-{what}-{root}",
             what=what if self._name == what else f"{what} {self._count} of {self._name}",
             timeout_s=self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s),
             deadline=until,
+            last=last,
         )
 
     def _meet(
@@ -246,7 +267,9 @@ class StoreExchange:
             return self._take_word(session, key, word(session))
 
         before = len(self._mine)
+        self._meeting = meeting  # until it is over, a failure is a veto of it
         result = self._run(work, meeting)
+        self._meeting = None
         del self._mine[:before]  # every rank has come this far, and so has read all of that
         return result
 
@@ -365,15 +388,25 @@ class StoreExchange:
             return work(session)
 
         try:
-            return self._channel.run(placed, self._judge)
+            return self._channel.run(placed, functools.partial(self._judge, meeting))
         except StoreFailedError as error:
             raise self._without_store(f"the store failed: {error}") from error
 
-    def _judge(self, quiet: Quiet) -> CheckpointError | None:
+    def _judge(self, meeting: Meeting | None, quiet: Quiet) -> CheckpointError | None:
         if self._ranks.is_closed():
             return ClosedError("the coordinator was closed while ranks were waiting")
-        if quiet.seconds > STUCK_S and self._ranks.lost():
-            return lost_error(self._ranks.lost(), self._name)
+        if quiet.seconds < STUCK_S:
+            return None
+        # A rank that left had done its part, for all that can be known without the store.
+        lost = {rank: state for rank, state in self._ranks.lost().items() if state != LEFT}
+        if lost:
+            return lost_error(lost, self._name)
+        if meeting is not None and time.monotonic() > meeting.deadline + STUCK_S:
+            return OperationTimeoutError(
+                f"{meeting.what} did not end within {meeting.timeout_s:g} s: "
+                f"the store has not answered for {quiet.seconds:.1f} s",
+                timeout_s=meeting.timeout_s,
+            )
         patience_s = self._ranks.silence_s
         if quiet.connecting:  # a busy server, or a slow look-up of its name
             patience_s = max(patience_s, CONNECT_S)

@@ -22,7 +22,8 @@ NAME_CHARS = 200  # a name is part of every key of its operation
 class Exchange(Protocol):
     """One operation's way to the other ranks. Timeouts are seconds from now."""
 
-    def barrier(self, timeout_s: float | None) -> None: ...
+    def barrier(self, timeout_s: float | None, *, last: bool = False) -> None:
+        """``last``: who has got through has succeeded, whatever becomes of another rank."""
 
     def broadcast(self, data: bytes | None, source: int, timeout_s: float | None) -> bytes: ...
 
@@ -38,7 +39,7 @@ class Exchange(Protocol):
 class Alone:
     """The exchange of a world of one: everybody is here already."""
 
-    def barrier(self, timeout_s: float | None) -> None: ...
+    def barrier(self, timeout_s: float | None, *, last: bool = False) -> None: ...
 
     def broadcast(self, data: bytes | None, source: int, timeout_s: float | None) -> bytes:
         del source, timeout_s
@@ -96,18 +97,12 @@ class GroupOperation:
     def all_gather(self, data: Data, timeout_s: float | None = None) -> list[bytes]:
         return self._running().all_gather(bytes(_checks.data("data", data)), _optional(timeout_s))
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        before, self._phase = self._phase, _name(name)
-        try:
-            yield
-        except BaseException as error:
-            # Kept with the error, not here: an error that is dealt with takes it along. In its
-            # dictionary, because a frozen dataclass may be an exception too.
-            error.__dict__.setdefault(_PHASE, self._phase)
-            raise
-        finally:
-            self._phase = before
+    def phase(self, name: str) -> "_Phase":
+        return _Phase(self, _name(name))
+
+    def agree(self) -> None:
+        """The barrier that ends the operation."""
+        self._running().barrier(None, last=True)
 
     def end(self) -> None:
         """Refuse everything from now on."""
@@ -118,9 +113,38 @@ class GroupOperation:
             raise ClosedError("this operation is over: its block has been left")
         return self._exchange
 
+    def enter_phase(self, name: str) -> str:
+        """Enter a phase and return the one before."""
+        before, self._phase = self._phase, name
+        return before
+
     def phase_of(self, error: BaseException) -> str:
         """The innermost phase that ``error`` ended, or else the one this rank is in."""
         return str(error.__dict__.get(_PHASE, self._phase))
+
+
+class _Phase:
+    """A block of an operation that has a name. Written out, and not as a generator: contextlib
+    assigns to the errors that pass, which a frozen dataclass refuses."""
+
+    def __init__(self, operation: GroupOperation, name: str) -> None:
+        self._operation = operation
+        self._name = name
+        self._before = ""
+
+    def __enter__(self) -> None:
+        self._before = self._operation.enter_phase(self._name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            # Kept with the error, so that one that is dealt with takes it along.
+            error.__dict__.setdefault(_PHASE, self._name)
+        self._operation.enter_phase(self._before)
 
 
 class GroupCoordinator(abc.ABC):
@@ -161,7 +185,7 @@ class GroupCoordinator(abc.ABC):
 
     def barrier(self, timeout_s: float | None = None) -> None:
         with self._together("barrier", timeout_s) as operation:
-            operation.barrier()
+            operation.agree()
 
     def broadcast(
         self, data: Data | None, *, source: int = 0, timeout_s: float | None = None
@@ -189,7 +213,7 @@ class GroupCoordinator(abc.ABC):
         with self._together(f"operation:{_name(name)}", timeout_s, phase=name) as operation:
             yield operation
             with operation.phase("agree"):
-                operation.barrier()
+                operation.agree()
 
     @contextlib.contextmanager
     def _together(
@@ -204,6 +228,7 @@ class GroupCoordinator(abc.ABC):
                 operation.end()
             except BaseException as error:  # noqa: BLE001 -- told to the others, then raised
                 record = ErrorRecord.of(error, rank=self.rank, phase=operation.phase_of(error))
+                error.__dict__.pop(_PHASE, None)  # if it is raised again, it is elsewhere
                 operation.end()
                 agreed = exchange.fail(record)
                 final_error = error_to_raise(error, agreed, rank=self.rank)

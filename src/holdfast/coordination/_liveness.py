@@ -7,6 +7,7 @@ memory, so asking costs nothing and never blocks.
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from holdfast.errors import CoordinationError
 
 GOODBYE_S = 0.5
 LINGER_S = 5.0
+START_S = 20.0
 
 UNWATCHED = "unwatched"
 
@@ -73,6 +75,8 @@ class Liveness:
         try:
             stdin.write(json.dumps(config).encode() + b"\n")
             stdin.flush()
+            if not select.select([stdout], [], [], START_S)[0]:
+                helper.kill()
             word, _, rest = stdout.readline().decode().strip().partition(" ")
         except BaseException:
             self._finalizer()
@@ -110,10 +114,10 @@ class Liveness:
         with self._lock:
             return {self._rank, *self._states}
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Tell the others that this rank leaves, and end the helper: rank 0's when the others
-        have gone too, but at most 5 s later."""
-        self._finalizer()
+        have gone too, but at most 5 s later. Whether the helper ended by itself."""
+        return bool(self._finalizer())
 
     def _hear(self, line: bytes) -> None:
         with self._lock:
@@ -137,9 +141,9 @@ def _listen(liveness: "weakref.ref[Liveness]", stdout: IO[bytes]) -> None:
             del owner
 
 
-def _end(helper: "subprocess.Popen[bytes]", owner: int, patience_s: float) -> None:
+def _end(helper: "subprocess.Popen[bytes]", owner: int, patience_s: float) -> bool:
     if os.getpid() != owner:  # a forked child must not say goodbye in its parent's name
-        return
+        return False
     stdin = cast("IO[bytes]", helper.stdin)
     with contextlib.suppress(BrokenPipeError):  # it has ended already
         stdin.write(_beacon.BYE)
@@ -149,3 +153,5 @@ def _end(helper: "subprocess.Popen[bytes]", owner: int, patience_s: float) -> No
     except subprocess.TimeoutExpired:  # ranks are still running, or the helper is stopped
         helper.kill()
         helper.wait()
+        return False
+    return helper.returncode == 0

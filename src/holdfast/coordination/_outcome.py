@@ -7,28 +7,49 @@ import msgspec
 
 from holdfast.coordination._beacon import LEFT
 from holdfast.coordination._liveness import LOSS_IN_WORDS
-from holdfast.errors import CheckpointError, ErrorRecord, RankLostError, RankTimeoutError
+from holdfast.errors import (
+    CheckpointError,
+    CoordinationError,
+    ErrorRecord,
+    RankLostError,
+    RankTimeoutError,
+)
 
 _TRACE_CHARS = 20_000  # the last frames say most, and a record must stay one small value
 _MESSAGE_CHARS = 100_000
+_RECORD_BYTES = 1024 * 1024
 _PLACES = 8  # ranks whose place is told
 
 
 def encode(record: ErrorRecord) -> bytes:
-    """Never fails: a failure that cannot be told would leave the others waiting."""
-    record = dataclasses.replace(
+    """One small value, whatever is in the record: a failure that cannot be told would leave the
+    others waiting."""
+    clipped = dataclasses.replace(
         record,
         message=record.message[:_MESSAGE_CHARS],
+        path=None if record.path is None else record.path[:_MESSAGE_CHARS],
+        phase=None if record.phase is None else record.phase[:_MESSAGE_CHARS],
         traceback=record.traceback[-_TRACE_CHARS:],
     )
     try:
-        return msgspec.json.encode(record)
+        data = msgspec.json.encode(clipped)
     except (TypeError, ValueError, OverflowError):  # a fact of a strange kind, or a huge number
-        return msgspec.json.encode(dataclasses.replace(record, facts={}))
+        data = b""
+    if 0 < len(data) <= _RECORD_BYTES:
+        return data
+    plain = dataclasses.replace(clipped, error=clipped.error[:_MESSAGE_CHARS], facts={})
+    return msgspec.json.encode(plain)
 
 
 def decode(data: bytes) -> ErrorRecord:
-    return msgspec.json.decode(data, type=ErrorRecord)
+    try:
+        return msgspec.json.decode(data, type=ErrorRecord)
+    except msgspec.MsgspecError as error:
+        return ErrorRecord(
+            error=CoordinationError.__name__,
+            kind=CoordinationError.kind,
+            message=f"a rank failed, and what it said of it cannot be read ({error})",
+        )
 
 
 def error_to_raise(own: BaseException, agreed: ErrorRecord, *, rank: int) -> BaseException:

@@ -20,12 +20,13 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, final
 
 from holdfast import _checks
-from holdfast.coordination._channel import Channel
+from holdfast.coordination._channel import Channel, Quiet, Session, StoreFailedError
 from holdfast.coordination._exchange import Ranks, StoreExchange
 from holdfast.coordination._group import Alone, GroupCoordinator, titled
 from holdfast.coordination._liveness import Liveness
 from holdfast.coordination._turns import TurnBook
 from holdfast.errors import (
+    CheckpointError,
     ClosedError,
     CoordinationError,
     ErrorRecord,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 MIN_LIVENESS_S = 0.5
 STALE_S = 10.0
+TIDY_S = 1.0
 
 _PROCESS = secrets.token_hex(8)  # with the process id, a name no other process ever had
 
@@ -71,6 +73,7 @@ class TorchCoordinator(GroupCoordinator):
             )
         self._timeout_s = _checks.seconds("timeout_s", timeout_s)
         self._rank, self._world_size, self._store = _members(process_group)
+        self._pid = os.getpid()
         self._closed = threading.Event()
         self._guard = threading.Lock()
         self._idle: list[Channel] = []
@@ -79,6 +82,7 @@ class TorchCoordinator(GroupCoordinator):
         self._waited: defaultdict[int, int] = defaultdict(int)
         self._liveness: Liveness | None = None
         self._base = "holdfast"
+        self._hub_key = ""
         if self._world_size > 1:
             try:
                 self._join()
@@ -109,40 +113,65 @@ class TorchCoordinator(GroupCoordinator):
     def close(self) -> None:
         """Leave the job. Rank 0 waits up to 5 s for the ranks that have not left: its helper
         and, without torchrun, its store serve them."""
-        if self._closed.is_set():
+        if self._closed.is_set() or os.getpid() != self._pid:
             return
         self._closed.set()
-        if self._liveness is not None:
-            self._liveness.close()
-        with self._guard:
-            self._finalizer()
+        try:
+            if self._liveness is not None and self._liveness.close() and self._rank == 0:
+                self._tidy()
+        finally:
+            with self._guard:
+                self._finalizer()
+
+    def _tidy(self) -> None:
+        """Delete what a coordinator keeps in the store. All ranks have left."""
+        ranks = range(self._world_size)
+        keys = [f"{self._base}/{kind}/{rank}" for kind in ("at", "arrived") for rank in ranks]
+
+        def work(session: Session) -> None:
+            for key in [self._hub_key, *keys]:
+                session.delete(key)
+
+        def judge(quiet: Quiet) -> Exception | None:
+            return TimeoutError() if quiet.seconds > TIDY_S else None
+
+        if self._idle:
+            with contextlib.suppress(TimeoutError, StoreFailedError):  # it is only clutter
+                self._idle[-1].run(work, judge)
 
     def _join(self) -> None:
         """Agree on a name for this coordinator's keys, and connect the helpers."""
         start = "start of the coordinator"
         deadline = time.monotonic() + self._timeout_s
+        # How many coordinators this very process has made: a restarted job, whose store may
+        # still be the old one with the old job's keys in it, counts from one again.
+        made = f"holdfast/made/{_PROCESS}-{os.getpid()}"
         with self._channel() as channel:
             exchange = self._exchange(channel, start, start, self._timeout_s, deadline)
-            # How many coordinators this very process has made: a restarted job, whose store may
-            # still be the old one with the old job's keys in it, counts from one again.
-            turn = exchange.count(f"holdfast/made/{_PROCESS}-{os.getpid()}")
-            hub_key = f"holdfast/hub/{turn}"
-            if self._rank == 0:
-                name, token = secrets.token_hex(8), secrets.token_hex(16)
-                self._liveness = self._live(token, _own_address(self._store), None)
-                hub = {"name": name, "token": token, "address": self._liveness.address}
-                exchange.set_value(hub_key, json.dumps(hub).encode())
-            else:
-                hub = self._connect(exchange, hub_key)
+            self._hub_key = f"holdfast/hub/{exchange.count(made)}"
+            try:
+                hub = self._publish(exchange) if self._rank == 0 else self._connect(exchange)
+            except BaseException:
+                with contextlib.suppress(CheckpointError):  # the failure at hand says more
+                    exchange.count(made, -1)  # so that making it again meets the others
+                raise
         self._base = f"holdfast/{hub['name']}"
 
-    def _connect(self, exchange: StoreExchange, hub_key: str) -> Any:
+    def _publish(self, exchange: StoreExchange) -> Any:
+        """Start rank 0's helper, and tell the others where it is."""
+        name, token = secrets.token_hex(8), secrets.token_hex(16)
+        self._liveness = self._live(token, _own_address(self._store), None)
+        hub = {"name": name, "token": token, "address": self._liveness.address}
+        exchange.set_value(self._hub_key, json.dumps(hub).encode())
+        return hub
+
+    def _connect(self, exchange: StoreExchange) -> Any:
         """Connect to rank 0's helper and return what rank 0 published.
 
         An address where nobody answers may be what a former job left in the store: give rank 0
         a while to publish another.
         """
-        word = exchange.await_value(hub_key, 0)
+        word = exchange.await_value(self._hub_key, 0)
         while True:
             hub = json.loads(word)
             host, port = hub["address"]
@@ -151,7 +180,9 @@ class TorchCoordinator(GroupCoordinator):
             except CoordinationError as error:
                 _log.warning("%s; waiting for another address", error)
                 try:
-                    word = exchange.await_value(hub_key, 0, other_than=word, timeout_s=STALE_S)
+                    word = exchange.await_value(
+                        self._hub_key, 0, other_than=word, timeout_s=STALE_S
+                    )
                 except RankTimeoutError:
                     raise RankLostError(
                         f"rank 0 cannot be reached at {host} port {port}: {error.message}. It has "
@@ -216,6 +247,7 @@ class TorchCoordinator(GroupCoordinator):
         return StoreExchange(
             channel,
             ranks,
+            reconnect=functools.partial(Channel, self._store.clone),
             base=f"{self._base}/{base}",
             name=name,
             timeout_s=timeout_s,
@@ -223,6 +255,11 @@ class TorchCoordinator(GroupCoordinator):
         )
 
     def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise CoordinationError(
+                f"the coordinator of rank {self._rank} was made in another process; "
+                "a forked process cannot speak for the rank"
+            )
         if self._closed.is_set():
             raise ClosedError(f"the coordinator of rank {self._rank} is closed")
 

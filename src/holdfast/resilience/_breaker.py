@@ -20,6 +20,7 @@ from holdfast.resilience._operation import (
     MisuseError,
     call,
     call_async,
+    in_words,
     is_cancellation,
     require_callable,
 )
@@ -195,13 +196,13 @@ class CircuitBreaker:
             if opened:
                 self._enter(CircuitState.OPEN)
                 self._opened_s = self._clock.now()
-                self._last_failure = repr(error)[:_FAILURE_CHARS]
+                self._last_failure = in_words(error)[:_FAILURE_CHARS]
         if opened:
             _log.warning(
                 "circuit open for %g s after %d failures: %s",
                 self._recovery_timeout_s,
                 failures,
-                repr(error),
+                in_words(error),
             )
 
     def _release(self, attempt: "_Attempt") -> None:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import inspect
+import traceback
 from collections.abc import Awaitable, Callable
 from types import CoroutineType
 from typing import TypeVar
@@ -45,6 +46,11 @@ def name_of(operation: object) -> str:
     while isinstance(operation, functools.partial):
         operation = operation.func
     return getattr(operation, "__qualname__", None) or type(operation).__qualname__
+
+
+def in_words(error: BaseException) -> str:
+    """The error as one line. Never fails, also if the error's own methods do."""
+    return " ".join("".join(traceback.format_exception_only(error)).split())
 
 
 def is_cancellation(error: BaseException) -> bool:

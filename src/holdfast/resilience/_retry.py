@@ -1,5 +1,6 @@
 """What becomes of one call once its first attempt has failed. tenacity loops, this decides."""
 
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from tenacity import AsyncRetrying, Future, RetryCallState, Retrying
 
 from holdfast.contracts import Clock
 from holdfast.resilience._budget import RetryBudget
-from holdfast.resilience._operation import MisuseError, call, call_async, name_of
+from holdfast.resilience._operation import MisuseError, call, call_async, in_words, name_of
 from holdfast.resilience._policy import RetryPolicy
 
 _log = logging.getLogger("holdfast.resilience")
@@ -145,7 +146,7 @@ class Course:
             state.attempt_number,
             1 + self._policy.max_retries,
             state.upcoming_sleep,
-            repr(self._failure),  # not the error: handlers keep what they are given
+            in_words(cast("BaseException", self._failure)),  # handlers keep what they are given
         )
 
     def _give_up(self, state: RetryCallState) -> NoReturn:
@@ -155,10 +156,11 @@ class Course:
     def _raise_failure(self, attempts: int) -> NoReturn:
         failure = cast("BaseException", self._failure)
         if self._reason:
-            failure.add_note(
-                f"holdfast gave up after {attempts} attempt{'s' if attempts > 1 else ''} "
-                f"in {self._elapsed_s():.3g} s: {self._reason}"
-            )
+            with contextlib.suppress(AttributeError):  # a frozen dataclass takes no notes
+                failure.add_note(
+                    f"holdfast gave up after {attempts} attempt{'s' if attempts > 1 else ''} "
+                    f"in {self._elapsed_s():.3g} s: {self._reason}"
+                )
         try:
             raise failure
         finally:

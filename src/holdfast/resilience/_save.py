@@ -11,7 +11,13 @@ from holdfast import _checks
 from holdfast.contracts import Data, Storage
 from holdfast.errors import CheckpointError, SaveError
 from holdfast.resilience._handler import FaultToleranceHandler
-from holdfast.resilience._operation import MisuseError, is_cancellation, name_of, require_callable
+from holdfast.resilience._operation import (
+    MisuseError,
+    in_words,
+    is_cancellation,
+    name_of,
+    require_callable,
+)
 
 
 class CheckpointRollbackManager:
@@ -101,7 +107,6 @@ def _save_errors(path: str) -> Iterator[None]:
         if is_cancellation(error):
             raise
         raise SaveError(
-            f"could not save: {type(error).__name__}: {error}; "
-            "what was stored there before is untouched",
+            f"could not save: {in_words(error)}; what was stored there before is untouched",
             path=path,
         ) from error

@@ -69,7 +69,8 @@ class MemoryStorage:
                 )
         for wanted in ranges:
             end = wanted.start + wanted.into.nbytes
-            wanted.into.cast("B")[:] = stored[wanted.start : end]
+            if wanted.into.nbytes:  # an empty view of several dimensions cannot be cast
+                wanted.into.cast("B")[:] = stored[wanted.start : end]
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with self._lock:

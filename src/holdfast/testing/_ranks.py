@@ -6,10 +6,12 @@ the other; any rank may be killed, stopped or continued meanwhile. Loopback only
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -35,6 +37,8 @@ __all__ = ["RankGang", "RankOutcome"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+PR_SET_PDEATHSIG = 1
 
 _PRELOAD = ("torch", "torch.distributed", "holdfast.coordination")
 
@@ -233,10 +237,14 @@ class RankGang:
 
     def _outcome(self, rank: int) -> RankOutcome:
         try:
-            value, error, elapsed_s = self._pipes[rank].recv()
+            answer = self._pipes[rank].recv_bytes()
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(5)
             return RankOutcome(rank=rank, exit_code=self._processes[rank].exitcode)
+        try:
+            value, error, elapsed_s = ForkingPickler.loads(answer)
+        except Exception as failure:  # noqa: BLE001 -- becomes the outcome, which the caller reads
+            return RankOutcome(rank=rank, error=ErrorRecord.of(failure, rank=rank, phase="return"))
         return RankOutcome(rank=rank, value=value, error=error, elapsed_s=elapsed_s)
 
 
@@ -255,6 +263,9 @@ def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test runner's to handle
+    if sys.platform == "linux":
+        # Ends with its server, which ends with the test process: also while busy or stopped.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     host = rank == 0
