@@ -56,6 +56,9 @@ class Ranks:
     is_closed: Callable[[], bool]
 
     def lost(self) -> dict[int, str]:
+        """Who is lost, and how. ``ClosedError`` if it is this side that has left."""
+        if self.is_closed():
+            raise ClosedError("the coordinator was closed while ranks were waiting")
         return {} if self.liveness is None else self.liveness.lost()
 
     def joined(self) -> set[int]:
@@ -118,9 +121,9 @@ class StoreExchange:
             if data is None:
                 self._await(session, meeting, {source: key})
                 return self._take_word(session, key, session.get([key])[0])
-            self._put(session, key, data)
+            word = self._put(session, key, data)
             self._raise_if_failed(session)  # the others may have given up on this rank
-            return self._take_word(session, key, session.get([key])[0])
+            return self._take_word(session, key, word, own=data)
 
         return self._run(work, meeting)
 
@@ -251,20 +254,22 @@ class StoreExchange:
         """
         key = meeting.key("all")
 
-        def word(session: Session) -> bytes:
+        def word(session: Session) -> tuple[bytes, bytes | None]:
             try:
                 parts = self._gather(session, meeting, data, 0)
                 if parts is not None:
-                    return self._put(session, key, combine(parts))
+                    own = combine(parts)
+                    return self._put(session, key, own, if_absent=True), own
                 self._await(session, meeting, {0: key}, arrivals=self._arrivals(meeting))
-                return session.get([key])[0]
+                return session.get([key])[0], None
             except (RankLostError, RankTimeoutError) as error:
                 record = ErrorRecord.of(error, rank=self._ranks.rank)
                 self._mine.append(key)
-                return session.set_if_absent(key, VETO + encode(record))
+                return session.set_if_absent(key, VETO + encode(record)), None
 
         def work(session: Session) -> bytes:
-            return self._take_word(session, key, word(session))
+            said, own = word(session)
+            return self._take_word(session, key, said, own=own)
 
         before = len(self._mine)
         self._meeting = meeting  # until it is over, a failure is a veto of it
@@ -273,11 +278,14 @@ class StoreExchange:
         del self._mine[:before]  # every rank has come this far, and so has read all of that
         return result
 
-    def _take_word(self, session: Session, key: str, word: bytes) -> bytes:
-        """The value of a broadcast whose first part is ``word``; the last to take it deletes it."""
+    def _take_word(
+        self, session: Session, key: str, word: bytes, *, own: bytes | None = None
+    ) -> bytes:
+        """The value of a broadcast whose first part is ``word``; the last to take it deletes it.
+        Who said it has it as its ``own``."""
         if word.startswith(VETO):
             raise decode(word[len(VETO) :]).rebuild()
-        value = rest(session, key, word)
+        value = rest(session, key, word) if own is None else own
         self._mine.append(f"{key}/read")
 
         def acknowledge() -> None:
@@ -306,9 +314,8 @@ class StoreExchange:
         taken.insert(target, data)
         return taken
 
-    def _put(self, session: Session, key: str, data: bytes) -> bytes:
-        """Set the value unless the key is taken, and return what is under the key itself."""
-        head, written = put(session, key, data)
+    def _put(self, session: Session, key: str, data: bytes, *, if_absent: bool = False) -> bytes:
+        head, written = put(session, key, data, if_absent=if_absent)
         self._mine += written
         return head
 
@@ -393,12 +400,10 @@ class StoreExchange:
             raise self._without_store(f"the store failed: {error}") from error
 
     def _judge(self, meeting: Meeting | None, quiet: Quiet) -> CheckpointError | None:
-        if self._ranks.is_closed():
-            return ClosedError("the coordinator was closed while ranks were waiting")
-        if quiet.seconds < STUCK_S:
-            return None
         # A rank that left had done its part, for all that can be known without the store.
         lost = {rank: state for rank, state in self._ranks.lost().items() if state != LEFT}
+        if quiet.seconds < STUCK_S:
+            return None
         if lost:
             return lost_error(lost, self._name)
         if meeting is not None and time.monotonic() > meeting.deadline + STUCK_S:

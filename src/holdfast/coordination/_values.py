@@ -14,14 +14,20 @@ PART_BYTES = 4 * 1024 * 1024
 READ_BATCH = 8  # values read in one message: small enough to come within a second or two
 
 
-def put(session: Session, key: str, data: bytes) -> tuple[bytes, list[str]]:
-    """Set the value unless the key is taken. Returns what is under the key itself now, and the
-    keys that were written."""
+def put(
+    session: Session, key: str, data: bytes, *, if_absent: bool = False
+) -> tuple[bytes, list[str]]:
+    """Set the value, with ``if_absent`` only if nobody has. Returns what is under the key itself
+    now, and the keys that were written."""
     parts = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)] or [b""]
     further = [f"{key}/{number}" for number in range(1, len(parts))]
     for name, part in zip(further, parts[1:], strict=True):
         session.set(name, part)
-    head = session.set_if_absent(key, len(parts).to_bytes(4, "big") + parts[0])
+    head = len(parts).to_bytes(4, "big") + parts[0]
+    if if_absent:
+        head = session.set_if_absent(key, head)
+    else:
+        session.set(key, head)  # does not wait for the store's answer
     return head, [key, *further]
 
 

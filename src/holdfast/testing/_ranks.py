@@ -291,7 +291,7 @@ def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
         error: ErrorRecord | None = None
         try:
             value = function(rank, *args, **kwargs)
-        except Exception as failure:  # noqa: BLE001 -- becomes the outcome, which the caller reads
+        except BaseException as failure:  # noqa: BLE001 -- the outcome; pytest's own are no Exception
             error = ErrorRecord.of(failure, rank=rank)
         elapsed_s = time.perf_counter() - began
         try:
