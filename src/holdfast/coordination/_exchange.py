@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 VETO = bytes(4)  # in place of the number of parts, which is never 0
 CHECK_BATCH = 64  # keys looked for in one message
-EAGER_POLLS = 10
+EAGER_POLLS = 20  # without a pause: some two milliseconds
 FIRST_PAUSE_S = 0.0001
 MAX_PAUSE_S = 0.2
 STUCK_S = 0.75
@@ -260,7 +260,8 @@ class StoreExchange:
                 if parts is not None:
                     own = combine(parts)
                     return self._put(session, key, own, if_absent=True), own
-                self._await(session, meeting, {0: key}, arrivals=self._arrivals(meeting))
+                late = functools.partial(self._absent, session, meeting)
+                self._await(session, meeting, {0: key}, late=late)
                 return session.get([key])[0], None
             except (RankLostError, RankTimeoutError) as error:
                 record = ErrorRecord.of(error, rank=self._ranks.rank)
@@ -285,11 +286,13 @@ class StoreExchange:
         Who said it has it as its ``own``."""
         if word.startswith(VETO):
             raise decode(word[len(VETO) :]).rebuild()
-        value = rest(session, key, word) if own is None else own
+        if own is not None:
+            return own
+        value = rest(session, key, word)
         self._mine.append(f"{key}/read")
 
         def acknowledge() -> None:
-            if session.add(f"{key}/read", 1) == self._ranks.world_size:
+            if session.add(f"{key}/read", 1) == self._ranks.world_size - 1:
                 delete(session, key, word)
                 session.delete(f"{key}/read")
 
@@ -307,8 +310,6 @@ class StoreExchange:
         if self._ranks.rank != target:
             self._put(session, own, data)
             return None
-        self._put(session, own, b"")  # so that others can tell who has arrived
-        session.later(lambda: session.delete(own))
         self._await(session, meeting, keys)
         taken = take(session, list(keys.values()))
         taken.insert(target, data)
@@ -325,17 +326,18 @@ class StoreExchange:
         meeting: Meeting,
         keys: Mapping[int, str],
         *,
-        arrivals: Mapping[int, str] | None = None,
+        late: Callable[[], list[int]] | None = None,
     ) -> None:
         """Poll until every rank of ``keys`` has set its key.
 
         A rank that is lost ends the wait, unless it had done its part: of the ranks waited for,
         that they set their key; of any other, that the word came through, which is looked at
-        first. ``arrivals`` are the keys that tell who is late, if others than those waited for.
+        first. ``late`` tells who has not come, if that may be others than those waited for.
         """
         pending = list(keys.items())
         poll = self._poll(meeting)
-        late = keys if arrivals is None else arrivals
+        if late is None:
+            late = functools.partial(self._missing, session, keys)
         while True:
             lost = self._ranks.lost()  # read before looking: what a lost rank set is visible
             while pending and session.check([key for _, key in pending[:CHECK_BATCH]]):
@@ -347,10 +349,17 @@ class StoreExchange:
             if lost:
                 self._raise_if_failed(session)
                 raise lost_error(lost, meeting.what)
-            poll(session, lambda: self._missing(session, late) or list(keys))
+            poll(session, lambda: late() or list(keys))
 
     def _missing(self, session: Session, keys: Mapping[int, str]) -> list[int]:
         return [rank for rank, key in keys.items() if not session.check([key])]
+
+    def _absent(self, session: Session, meeting: Meeting) -> list[int]:
+        """Who has not come to a meeting. Rank 0 leaves no key there, but says where it is."""
+        keys = self._arrivals(meeting)
+        del keys[0]
+        here = self._place(session, 0).startswith(f"{meeting.base}\n")
+        return ([] if here else [0]) + self._missing(session, keys)
 
     def _poll(self, meeting: Meeting) -> Callable[[Session, Callable[[], list[int]]], None]:
         """A pause between two looks that raises when there is no point in a further one."""
@@ -379,10 +388,15 @@ class StoreExchange:
         """Where a rank that did not come was last: often it waits elsewhere, for the others."""
         if rank not in self._ranks.joined():
             return "never made a coordinator"
-        key = f"{self._ranks.home}/at/{rank}"
-        if not session.check([key]):
+        place = self._place(session, rank)
+        if not place:
             return "has not called a collective yet"
-        return f"was last in {session.get([key])[0].decode()}"
+        return f"was last in {place.rpartition(chr(10))[2]}"
+
+    def _place(self, session: Session, rank: int) -> str:
+        """The meeting in which a rank was last: its keys' base, and its name on a line below."""
+        key = f"{self._ranks.home}/at/{rank}"
+        return session.get([key])[0].decode() if session.check([key]) else ""
 
     def _raise_if_failed(self, session: Session) -> None:
         if session.check([self._failed]):
@@ -391,7 +405,8 @@ class StoreExchange:
     def _run(self, work: Callable[[Session], T], meeting: Meeting | None = None) -> T:
         def placed(session: Session) -> T:
             if meeting is not None:
-                session.set(f"{self._ranks.home}/at/{self._ranks.rank}", meeting.what.encode())
+                place = f"{meeting.base}\n{meeting.what}".encode()
+                session.set(f"{self._ranks.home}/at/{self._ranks.rank}", place)
             return work(session)
 
         try:
