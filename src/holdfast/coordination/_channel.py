@@ -166,7 +166,8 @@ class Channel:
         try:
             return _wait(job, judge)
         except BaseException:
-            job.cancelled.set()
+            if not job.done.is_set():  # else only its chores are left, and those shall be done
+                job.cancelled.set()
             self.usable = job.done.wait(CANCEL_S) and self.usable
             raise
         finally:

@@ -138,7 +138,10 @@ class StoreExchange:
                 keys = self._arrivals(meeting).values()
                 session.later(lambda: take(session, [k for k in keys if session.check([k])]))
                 raise
-            if gathered is None:
+            if gathered is None and session.check([self._failed]):
+                for key in self._mine:  # the target has given up, and reads none of it
+                    if key.startswith(f"{meeting.base}/"):
+                        session.delete(key)
                 self._raise_if_failed(session)
             return gathered
 
