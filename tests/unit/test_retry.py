@@ -728,3 +728,27 @@ def test_a_policy_is_a_value():
         policy.max_retries = 2
     with pytest.raises(TypeError):
         RetryPolicy(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(OSError):
+    reason: str
+
+
+class SpeechlessError(OSError):
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [FrozenError("x"), SpeechlessError()])
+def test_an_error_that_takes_no_notes_or_has_no_words_is_retried_and_raised_itself(error):
+    calls = []
+
+    def operation():
+        calls.append(1)
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        FaultToleranceHandler(clock=FakeClock()).execute_with_retry(operation)
+    assert caught.value is error
+    assert len(calls) == 4

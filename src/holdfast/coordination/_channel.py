@@ -20,6 +20,7 @@ T = TypeVar("T")
 LOOK_S = 0.05
 CANCEL_S = 0.25
 STARVED_S = 0.5
+BRIEF_S = 1.0
 
 
 class Store(Protocol):
@@ -119,6 +120,11 @@ class Quiet:
 
 
 Judge = Callable[[Quiet], BaseException | None]
+
+
+def briefly(quiet: Quiet) -> TimeoutError | None:
+    """A judge for what is worth a try and no more."""
+    return TimeoutError() if quiet.seconds > BRIEF_S else None
 
 
 def _wait(job: _Job[T], judge: Judge) -> T:

@@ -9,6 +9,7 @@ Known inefficiency: everything goes through one server, so with thousands of ran
 takes as long as that server needs for some five messages a rank.
 """
 
+import contextlib
 import functools
 import json
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar, final
 
 from holdfast.coordination._beacon import LEFT
-from holdfast.coordination._channel import Channel, Quiet, Session, StoreFailedError
+from holdfast.coordination._channel import Channel, Quiet, Session, StoreFailedError, briefly
 from holdfast.coordination._liveness import Liveness
 from holdfast.coordination._outcome import decode, encode, late_error, lost_error
 from holdfast.coordination._values import delete, join, put, rest, split, take
@@ -193,7 +194,8 @@ class StoreExchange:
         self._run(lambda session: session.set(key, value))
 
     def fail(self, record: ErrorRecord) -> ErrorRecord:
-        if self._ranks.is_closed():  # the others hear that this rank has left
+        if self._ranks.is_closed():
+            self._depart()
             return record
         if not self._channel.usable:
             # The store is gone, or slow. If no rank is lost it may answer yet, and the others,
@@ -205,6 +207,15 @@ class StoreExchange:
             return self._run(lambda session: self._fail(session, record))
         except CheckpointError:  # the failure at hand says more than this one
             return record
+
+    def _depart(self) -> None:
+        """This rank has left in the middle of things: to the others it is lost, also where it
+        had arrived already."""
+        gone = lost_error({self._ranks.rank: LEFT}, self._name)
+        record = ErrorRecord.of(gone, rank=self._ranks.rank)
+        if self._channel.usable:
+            with contextlib.suppress(TimeoutError, StoreFailedError):  # liveness says it as well
+                self._channel.run(lambda session: self._fail(session, record), briefly)
 
     def _fail(self, session: Session, record: ErrorRecord) -> ErrorRecord:
         if self._meeting is not None:

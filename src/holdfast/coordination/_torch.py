@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, final
 
 from holdfast import _checks
-from holdfast.coordination._channel import Channel, Quiet, Session, StoreFailedError
+from holdfast.coordination._channel import Channel, Session, StoreFailedError, briefly
 from holdfast.coordination._exchange import Ranks, StoreExchange
 from holdfast.coordination._group import Alone, GroupCoordinator, titled
 from holdfast.coordination._liveness import Liveness
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 MIN_LIVENESS_S = 0.5
 STALE_S = 10.0
-TIDY_S = 1.0
 
 _PROCESS = secrets.token_hex(8)  # with the process id, a name no other process ever had
 
@@ -132,12 +131,9 @@ class TorchCoordinator(GroupCoordinator):
             for key in [self._hub_key, *keys]:
                 session.delete(key)
 
-        def judge(quiet: Quiet) -> Exception | None:
-            return TimeoutError() if quiet.seconds > TIDY_S else None
-
         if self._idle:
             with contextlib.suppress(TimeoutError, StoreFailedError):  # it is only clutter
-                self._idle[-1].run(work, judge)
+                self._idle[-1].run(work, briefly)
 
     def _join(self) -> None:
         """Agree on a name for this coordinator's keys, and connect the helpers."""

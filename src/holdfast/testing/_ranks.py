@@ -6,12 +6,10 @@ the other; any rank may be killed, stopped or continued meanwhile. Loopback only
 """
 
 import contextlib
-import ctypes
 import importlib.util
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -37,8 +35,6 @@ __all__ = ["RankGang", "RankOutcome"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-PR_SET_PDEATHSIG = 1
 
 _PRELOAD = ("torch", "torch.distributed", "holdfast.coordination")
 
@@ -78,7 +74,8 @@ class RankGang:
 
     A context manager. Functions given to ``run`` and ``start`` must be importable by name
     (defined at the top of a module), their arguments and results picklable; they are called
-    with the rank first. Use from one thread.
+    with the rank first. Use from one thread. If the process that made the gang is killed, a
+    rank ends when its call does; one that is stopped stays until it is continued or killed.
     """
 
     def __init__(self, world_size: int, *, start_timeout_s: float = 60.0) -> None:
@@ -263,9 +260,6 @@ def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test runner's to handle
-    if sys.platform == "linux":
-        # Ends with its server, which ends with the test process: also while busy or stopped.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     host = rank == 0
@@ -284,7 +278,7 @@ def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
     while True:
         try:
             function, args, kwargs = pipe.recv()
-        except EOFError:  # the gang was closed, or its process is gone
+        except (EOFError, ConnectionResetError):  # the gang was closed, or its process is gone
             os._exit(0)
         began = time.perf_counter()
         value: Any = None
