@@ -23,12 +23,17 @@ class Measurement:
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, repeats: int, calls: int = 1
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    calls: int = 1,
+    prepare: Callable[[str], object] = lambda _: None,
 ) -> dict[str, list[float]]:
     """Seconds per call of each candidate, one number for each repeat.
 
-    Each repeat times every candidate once, ``calls`` calls at a stretch. Nothing is warmed up
-    and nothing is left out: call a candidate beforehand if its first call is another matter.
+    Each repeat times every candidate once, ``calls`` calls at a stretch, after ``prepare`` was
+    called with its name, which is not timed. Nothing is warmed up and nothing is left out: call
+    a candidate beforehand if its first call is another matter.
     """
     if repeats < 1 or calls < 1:
         raise ValueError(f"repeats={repeats} and calls={calls} must be at least 1")
@@ -37,6 +42,7 @@ def interleaved(
     for repeat in range(repeats):
         turn = repeat % len(names) if names else 0
         for name in names[turn:] + names[:turn]:
+            prepare(name)
             seconds[name].append(_seconds_per_call(candidates[name], calls))
     return seconds
 

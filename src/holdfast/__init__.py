@@ -15,7 +15,10 @@ __version__ = "0.1.0"
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless asked to speak
 
-_rooms = ("contracts", "coordination", "errors", "resilience", "storage", "testing")
+_rooms = (
+    *("catalog", "contracts", "coordination", "errors", "format", "reshard", "resilience"),
+    *("storage", "testing"),
+)
 
 __all__ = [*_errors, *_rooms, "__version__"]  # noqa: PLE0604 -- strings, though ruff cannot see it
 

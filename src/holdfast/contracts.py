@@ -12,6 +12,7 @@ from typing import Final, Protocol, Self
 
 __all__ = [
     "COMMIT_RECORD",
+    "EARLY_BYTES",
     "SMALL_OBJECT_BYTES",
     "Clock",
     "Collectives",
@@ -29,6 +30,9 @@ COMMIT_RECORD: Final = "metadata.json"
 
 SMALL_OBJECT_BYTES: Final = 64 * 1024 * 1024
 """The most that ``Storage.create`` and ``Storage.replace`` take."""
+
+EARLY_BYTES: Final = 64 * 1024 * 1024
+"""How many bytes an ``ObjectWriter`` takes ahead of their turn."""
 
 Data = bytes | bytearray | memoryview
 """Contiguous bytes. Implementations read them during the call and keep no reference."""
@@ -49,11 +53,17 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One stored object: its key, its size, and a version that changes whenever its bytes do."""
+    """One stored object: its key, its size, and a version that changes whenever its bytes do.
+
+    ``modified_s`` is when it was written, in seconds since 1970 by the storage's own clock. It
+    is to be compared with other objects of the same storage only, never with this machine's
+    clock, and may be no finer than a second.
+    """
 
     key: str
     size_bytes: int
     version: str
+    modified_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +81,18 @@ class ObjectWriter(Protocol):
     """
 
     def write_at(self, offset: int, data: Data) -> None:
-        """Put ``data`` at ``offset``, in any order. Bytes written twice are refused, here or by
-        ``finish()``."""
+        """Put ``data`` at ``offset``.
+
+        Bytes are best written in order. Those ahead of their turn are held in memory, up to
+        ``EARLY_BYTES``; more of them, and bytes written twice, are a ``StorageError``. ``data``
+        may be reused once this returns.
+        """
 
     def finish(self) -> ObjectInfo:
         """Make the object visible, whole and durable, or raise and leave what was there before.
 
-        Refuses an object with holes. Call once.
+        Refuses an object with holes, or of another size than was announced. Call once: a
+        failure aborts.
         """
 
     def abort(self) -> None:
@@ -108,9 +123,13 @@ class Storage(Protocol):
     def url(self) -> str:
         """Where this is, for people and for error messages. Carries no secrets."""
 
-    def open_writer(self, key: str) -> ObjectWriter:
+    def open_writer(self, key: str, *, size_bytes: int | None = None) -> ObjectWriter:
         """Start writing an object of any size. Readers see nothing until ``finish()``, then
-        all of it; an object already under that key is replaced at that instant."""
+        all of it; an object already under that key is replaced at that instant.
+
+        ``size_bytes`` announces the size, so that a storage may refuse at once what it has no
+        room for (``NoSpaceError``), and writes faster.
+        """
 
     def create(self, key: str, data: Data) -> ObjectInfo:
         """Store a small object if the key is free, else ``ObjectExistsError``. Atomic: of
@@ -124,7 +143,8 @@ class Storage(Protocol):
         """The whole object. ``ObjectNotFoundError`` if there is none."""
 
     def read_into(self, key: str, ranges: Sequence[ReadRange]) -> None:
-        """Fill every range. A range past the end is a ``StorageError``, never a short read."""
+        """Fill every range; they may overlap and come in any order. A range past the end is a
+        ``StorageError``, never a short read. After an error the ranges hold anything."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key starts with the characters of ``prefix``, ordered by key."""
@@ -137,6 +157,12 @@ class Storage(Protocol):
 
     def free_bytes(self) -> int | None:
         """Room left, or ``None`` where the storage does not know."""
+
+    def sweep(self, older_than_s: float) -> int:
+        """Remove what interrupted writes left and readers never see, if nothing was added to it
+        for that long by the storage's clock. Returns how many such leftovers were removed, and
+        never harms a write that is younger. A storage that leaves none, or tidies by itself,
+        returns 0."""
 
 
 class Collectives(Protocol):

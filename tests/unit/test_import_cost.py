@@ -5,6 +5,11 @@ import sys
 
 import pytest
 
+ROOMS = {
+    *("catalog", "contracts", "coordination", "errors", "format", "reshard", "resilience"),
+    *("storage", "testing"),
+}
+
 
 def loaded_by(module: str) -> set[str]:
     code = f"import sys, {module}; print(*sys.modules)"
@@ -19,8 +24,6 @@ def test_import_holdfast_loads_nothing_heavy():
     assert not loaded & {"torch", "numpy", "tenacity", "msgspec", "asyncio"}
 
 
-@pytest.mark.parametrize(
-    "room", ["contracts", "coordination", "errors", "resilience", "storage", "testing"]
-)
+@pytest.mark.parametrize("room", sorted(ROOMS))
 def test_rooms_do_not_load_torch(room):
     assert "torch" not in loaded_by(f"holdfast.{room}")

@@ -7,25 +7,52 @@ import pytest
 import holdfast
 
 SURFACE = {
+    "catalog": """
+        Attempt Catalog CheckpointInfo Damage GcReport OpenCheckpoint TensorInfo
+        VerifyReport
+    """,
     "contracts": """
-        COMMIT_RECORD Clock Collectives Coordinator Data ObjectInfo ObjectWriter Operation
-        ReadRange SMALL_OBJECT_BYTES Storage
+        COMMIT_RECORD Clock Collectives Coordinator Data EARLY_BYTES ObjectInfo ObjectWriter
+        Operation ReadRange SMALL_OBJECT_BYTES Storage
     """,
     "coordination": "SoloCoordinator TimeoutHandler TorchCoordinator",
     "errors": """
-        CheckpointError CheckpointExistsError CheckpointNotFoundError CircuitOpenError ClosedError
-        CoordinationError CorruptedError DependencyCycleError ErrorKind ErrorRecord
-        IncompatibleVersionError LoadError NoSpaceError ObjectChangedError ObjectExistsError
-        ObjectNotFoundError OperationTimeoutError RankFailedError RankLostError RankTimeoutError
-        RecomputationError ReplicaMismatchError SaveError StorageError TornSnapshotError
-        TransientStorageError UnknownLayerError ValidationError
+        CheckpointError CheckpointExistsError CheckpointNotFoundError CircuitOpenError
+        ClosedError CoordinationError CorruptedError DependencyCycleError ErrorKind
+        ErrorRecord IncompatibleVersionError LoadError NoSpaceError ObjectChangedError
+        ObjectExistsError ObjectNotFoundError OperationTimeoutError RankFailedError
+        RankLostError RankTimeoutError RecomputationError ReplicaMismatchError SaveError
+        StorageError TornSnapshotError TransientStorageError UnknownLayerError
+        ValidationError
+    """,
+    "format": """
+        Box CHUNK_BYTES ChunkTable CommitRecord CompressionLevel Cut DIGEST_BYTES DTYPES
+        DType LeafRef MAX_VALUE_DEPTH MAX_VALUE_JSON_DEPTH PlacedEntry Placement ShardEntry
+        ShardLayout StoredFile StoredTensor TorchValue ValuePath check_codec chunk_count
+        chunk_digests codec_for compress_chunk compressed decode_record decode_value
+        decompress_chunk digest dtype_of dtype_of_numpy encode_record encode_table
+        encode_value entry_name entry_of_box file_digest header_bytes_needed leaf_digest
+        numpy_dtype parse_entry_name parse_shard_header parse_table plan_shard scan_json
+    """,
+    "reshard": """
+        Box ByteRuns ChunkRun CopyRuns CoverageProblem Cut Grid Hole IndexRuns Layout Leaf
+        LeafList Load MeshGrid Outside Overlap Part Placement RankGroup Read Replicate
+        SavePlan Shard Span Stored StridedShard TensorPlan Write check_coverage chunk_spans
+        coalesce copy_runs group_ranks leaf_list_digest mesh_grid plan_load plan_reads
+        plan_save row_runs split_box
     """,
     "resilience": """
-        CheckpointRollbackManager CircuitBreaker CircuitState FaultToleranceHandler RetryBudget
-        RetryPolicy SystemClock
+        CheckpointRollbackManager CircuitBreaker CircuitState FaultToleranceHandler
+        RetryBudget RetryPolicy SystemClock
     """,
-    "storage": "MemoryStorage",
-    "testing": "FakeClock RankGang RankOutcome seeded_rng",
+    "storage": """
+        LocalStorage MemoryStorage ObjectStorage StorageOptions breaking deadlined limited
+        open_storage retrying
+    """,
+    "testing": """
+        FakeClock Fault FaultyStorage RankGang RankOutcome StorageCall StorageConformance
+        seeded_rng
+    """,
 }
 
 

@@ -1,0 +1,201 @@
+"""What rank 0 does to plan and record a save of 8,192 ranks x 1,000 tensors, with no ranks.
+
+Simulated are the payloads the ranks would send: the digest of their leaf list, one list, and the
+name, size and digest of the file each wrote. Timed is what rank 0 does with them: decode all,
+group, plan, check, and encode a record of all tensors and files. Every layout runs in processes
+of its own, so that the peak of their memory is that of one plan. ``uneven`` is hard on purpose:
+every tensor has another size, none a multiple of the ranks.
+"""
+
+import concurrent.futures
+import hashlib
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from _measure import Measurement, median, spread
+from holdfast.reshard import (
+    Cut,
+    IndexRuns,
+    Layout,
+    Leaf,
+    LeafList,
+    Placement,
+    RankGroup,
+    Replicate,
+    Shard,
+    StridedShard,
+    TensorPlan,
+    group_ranks,
+    leaf_list_digest,
+    plan_save,
+)
+
+RANKS = 8192
+TENSORS = 1000
+REPEATS = 3
+SECONDS = 10.0
+MEBIBYTES = 64.0
+MIB = 1024 * 1024
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    mesh_shape: Shape
+    placements: tuple[Placement, ...]
+    shape_of: Callable[[int], Shape]
+
+
+class File(msgspec.Struct):
+    name: str
+    size: int
+    digest: str
+
+
+class Payload(msgspec.Struct):
+    leaves: bytes
+    files: list[File]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    seconds: float
+    peak_mib: float
+    record_mib: float
+
+
+def transformer(index: int) -> Shape:
+    kinds = ((16384, 16384), (53248, 16384), (16384, 53248), (16384,), (2048, 16384))
+    return kinds[index % len(kinds)]
+
+
+def all_different(index: int) -> Shape:
+    return (16411 + 37 * index, 1021)
+
+
+JOBS = {
+    "FSDP2 [8192]": Job(mesh_shape=(8192,), placements=(Shard(0),), shape_of=transformer),
+    "HSDP [8, 1024]": Job(
+        mesh_shape=(8, 1024), placements=(Replicate(), Shard(0)), shape_of=transformer
+    ),
+    "FSDP2+TP [1024, 8]": Job(
+        mesh_shape=(1024, 8), placements=(StridedShard(0, 8), Shard(0)), shape_of=transformer
+    ),
+    "uneven FSDP2 [8192]": Job(mesh_shape=(8192,), placements=(Shard(0),), shape_of=all_different),
+    "uneven FSDP2+TP [1024, 8]": Job(
+        mesh_shape=(1024, 8), placements=(StridedShard(0, 8), Shard(0)), shape_of=all_different
+    ),
+}
+
+
+def measure() -> list[Measurement]:
+    found = []
+    for name in JOBS:
+        outcomes = [_in_a_process(name) for _ in range(REPEATS)]
+        seconds = [outcome.seconds for outcome in outcomes]
+        peaks = [outcome.peak_mib for outcome in outcomes]
+        record = outcomes[0].record_mib
+        what = f"plan and record of {RANKS} ranks x {TENSORS} tensors, {name}"
+        found += [
+            _at_most(SECONDS, f"{what}: time", seconds, "s"),
+            _at_most(MEBIBYTES, f"{what}: extra memory", peaks, "MiB"),
+            _at_most(MEBIBYTES, f"{what}: size of the record", [record], "MiB"),
+        ]
+    return found
+
+
+def _at_most(limit: float, name: str, values: list[float], unit: str) -> Measurement:
+    return Measurement(
+        name=name,
+        value=median(values),
+        unit=unit,
+        target=f"<= {limit:g} {unit}",
+        met=median(values) <= limit,
+        spread=spread(values),
+    )
+
+
+def _in_a_process(name: str) -> Outcome:
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        return pool.submit(_run, name).result()
+
+
+def _run(name: str) -> Outcome:
+    payloads, leaf_list = _sent_by_ranks(JOBS[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    record = _of_rank_0(payloads, leaf_list)
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Outcome(seconds=seconds, peak_mib=(after - before) / 1024, record_mib=len(record) / MIB)
+
+
+def _sent_by_ranks(job: Job) -> tuple[list[bytes], bytes]:
+    ranks = IndexRuns(runs=((0, 1, RANKS),))
+    layout = Layout(mesh_shape=job.mesh_shape, ranks=ranks, placements=job.placements)
+    leaves = tuple(
+        Leaf(
+            name=f"model.layers.{index // 12}.block.{index % 12}.weight",
+            dtype="BF16",
+            itemsize=2,
+            shape=job.shape_of(index),
+            layout=0,
+        )
+        for index in range(TENSORS)
+    )
+    listed = LeafList(leaves=leaves, layouts=(layout,))
+    digest = leaf_list_digest(listed)
+    payloads = [
+        msgspec.msgpack.encode(
+            Payload(
+                leaves=digest,
+                files=[
+                    File(
+                        name=f"shard-{rank}-0123456789abcdef.safetensors",
+                        size=10**9 + rank,
+                        digest=hashlib.blake2b(rank.to_bytes(8), digest_size=16).hexdigest(),
+                    )
+                ],
+            )
+        )
+        for rank in range(RANKS)
+    ]
+    return payloads, listed.encode()
+
+
+def _of_rank_0(payloads: list[bytes], leaf_list: bytes) -> bytes:
+    decoder = msgspec.msgpack.Decoder(Payload)
+    received = [decoder.decode(payload) for payload in payloads]
+    groups = [
+        RankGroup(ranks=ranks, leaves=LeafList.decode(leaf_list))
+        for ranks in group_ranks([payload.leaves for payload in received])
+    ]
+    plan = plan_save(groups)
+    files = [file for payload in received for file in payload.files]
+    for tensor in plan.tensors:
+        low, high = tensor.writers.bounds
+        if len(tensor.writers) != tensor.grid.cells or low < 0 or high >= len(files):
+            raise ValueError(f"{tensor.leaf.name} is not written once")
+    plan.writes_of(0)
+    tensors = {tensor.leaf.name: _as_recorded(tensor) for tensor in plan.tensors}
+    return msgspec.json.encode({"tensors": tensors, "files": files})
+
+
+def _as_recorded(tensor: TensorPlan) -> dict[str, object]:
+    cuts = [_cut(cut) for cut in tensor.grid.cuts]
+    return {
+        "dtype": tensor.leaf.dtype,
+        "shape": tensor.leaf.shape,
+        "placement": {"cuts": cuts, "files": tensor.writers.runs},
+    }
+
+
+def _cut(cut: Cut) -> dict[str, object]:
+    return {"step": cut} if isinstance(cut, int) else {"at": cut}

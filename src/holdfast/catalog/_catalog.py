@@ -1,0 +1,164 @@
+"""A store of checkpoints: write, list, read, verify, delete. Knows no torch and no ranks.
+
+This is the front of the room; the modules beside it do the work.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+
+from holdfast import _checks
+from holdfast.catalog._attempt import Attempt, check_prefix
+from holdfast.catalog._collect import GcReport, collect_garbage
+from holdfast.catalog._committed import find_committed
+from holdfast.catalog._delete import delete_checkpoint, delete_replaced, roll_back
+from holdfast.catalog._info import CheckpointInfo, info_of
+from holdfast.catalog._intents import DEFAULT_LEASE_S
+from holdfast.catalog._opened import OpenCheckpoint
+from holdfast.catalog._reading import Tick
+from holdfast.catalog._survey import survey
+from holdfast.catalog._verify import VerifyReport, verify_checkpoint
+from holdfast.catalog._writing import Facts, collect_leaves, record_of, write_leaves
+from holdfast.contracts import Clock, Storage
+from holdfast.format import CompressionLevel, encode_value
+from holdfast.storage import open_storage
+
+_log = logging.getLogger("holdfast.catalog")
+
+
+class Catalog:
+    """The checkpoints of one storage, given as such or as its URL or path. Thread-safe; may be
+    shared with any number of others, here or on other hosts.
+
+    A checkpoint exists if and only if its commit record does. Listing, reading, deleting and gc
+    all go by that.
+    """
+
+    def __init__(
+        self,
+        storage: Storage | str | os.PathLike[str],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        clock: Clock | None = None,
+    ) -> None:
+        if isinstance(storage, str | os.PathLike):
+            storage = open_storage(storage)
+        self._storage: Storage = _checks.storage("storage", storage)
+        self._lease_s = _checks.seconds("lease_s", lease_s)
+        self._clock = clock
+
+    @property
+    def storage(self) -> Storage:
+        return self._storage
+
+    def write(
+        self,
+        prefix: str,
+        state: object,
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        custom: object = None,
+        compression: CompressionLevel | str = CompressionLevel.NONE,
+        overwrite: bool = False,
+        progress: Tick = lambda _: None,
+    ) -> CheckpointInfo:
+        """Save a tree of values and NumPy arrays. Durable on return.
+
+        All or nothing: until this returns there is no checkpoint of this name, or, with
+        ``overwrite``, there is the old one. ``CheckpointExistsError`` if the name is taken;
+        ``SaveError`` for what cannot be stored, before anything is written. ``progress`` is told
+        the number of bytes as they are written. The arrays must not change meanwhile.
+        """
+        level = CompressionLevel(compression)
+        tree, leaves = collect_leaves(state)
+        facts = Facts(
+            step=None if step is None else _checks.count("step", step, least=0),
+            metrics=_metrics(metrics),
+            custom=encode_value(custom, root="custom"),
+        )
+        attempt = Attempt.begin(
+            self._storage, prefix, overwrite=overwrite, lease_s=self._lease_s, clock=self._clock
+        )
+
+        def tick(nbytes: int) -> None:
+            attempt.keep_alive()
+            progress(nbytes)
+
+        with attempt:
+            files, tensors = write_leaves(self._storage, attempt, leaves, level=level, tick=tick)
+            record = record_of(
+                attempt, self._next_ordinal(), facts, tree=tree, files=files, tensors=tensors
+            )
+            record = attempt.commit(record)
+        if attempt.replaces is not None:
+            delete_replaced(self._storage, attempt.replaces)
+        return info_of(prefix, record)
+
+    def list(self) -> list[CheckpointInfo]:
+        """Every committed checkpoint, the newest first. One whose record cannot be read is left
+        out, with a warning in the log; ``verify`` says what is wrong with it."""
+        found = []
+        for folder in survey(self._storage).values():
+            if folder.problem is not None:
+                _log.warning("left out of the list: %s", folder.problem)
+            elif folder.found is not None and folder.found.is_committed:
+                found.append(info_of(folder.prefix, folder.found.record))
+        return sorted(found, key=lambda info: (info.ordinal, info.prefix), reverse=True)
+
+    def info(self, prefix: str) -> CheckpointInfo:
+        """``CheckpointNotFoundError`` if it is not committed."""
+        return info_of(prefix, find_committed(self._storage, check_prefix("prefix", prefix)).record)
+
+    def open(self, prefix: str) -> OpenCheckpoint:
+        """Open a committed checkpoint for reading; ``CheckpointNotFoundError`` if it is none."""
+        found = find_committed(self._storage, check_prefix("prefix", prefix))
+        return OpenCheckpoint(self._storage, found)
+
+    def read(
+        self, prefix: str, names: Iterable[str] | None = None, *, progress: Tick = lambda _: None
+    ) -> object:
+        """The state as it was saved, verified; see ``OpenCheckpoint.read_tree``."""
+        return self.open(prefix).read_tree(names, progress=progress)
+
+    def verify(
+        self, prefix: str, *, part: tuple[int, int] = (1, 1), progress: Tick = lambda _: None
+    ) -> VerifyReport:
+        """Read all of a checkpoint, or one ``part`` of several, and report all damage.
+
+        With ``part=(2, 10)`` the second tenth of the chunks is read: ten such calls, on ten
+        nights, read all of them. Headers, tables and placements are checked every time.
+        """
+        return verify_checkpoint(
+            self._storage, check_prefix("prefix", prefix), part=part, progress=progress
+        )
+
+    def delete(self, prefix: str) -> None:
+        """Delete a committed checkpoint: its record first, then files that nothing else needs."""
+        delete_checkpoint(self._storage, prefix)
+
+    def rollback(self, prefix: str) -> None:
+        """Remove whatever is under the prefix, committed or not, readable or not.
+
+        Files that other checkpoints need stay. ``StorageError`` while a save is under way there.
+        """
+        roll_back(self._storage, prefix)
+
+    def gc(self) -> GcReport:
+        """Remove what saves left behind that were never committed and are not alive any more."""
+        return collect_garbage(self._storage)
+
+    def _next_ordinal(self) -> int:
+        return max((info.ordinal for info in self.list()), default=0) + 1
+
+
+def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    checked = {}
+    for name, value in (metrics or {}).items():
+        _checks.text("the name of a metric", name, most=1000)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(  # noqa: TRY004 -- as every refusal of an argument
+                f"metrics[{name!r}] must be a number, not {value!r}"
+            )
+        checked[name] = value
+    return checked

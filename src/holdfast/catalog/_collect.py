@@ -1,0 +1,108 @@
+"""Collects what saves that never finished left behind. Never touches what a committed checkpoint
+or a living save may need.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from holdfast.catalog._committed import fence, lift
+from holdfast.catalog._names import is_clock, record_key
+from holdfast.catalog._needed import Needed, needed_in, unnamed
+from holdfast.catalog._survey import Folder, storage_time, survey
+from holdfast.contracts import Storage
+
+_log = logging.getLogger("holdfast.catalog")
+
+TOMBSTONE_S = 7 * 24 * 3600.0
+"""How long a tombstone stays: longer than any save that was given up could sleep and wake."""
+
+_CLOCK_S = 3600.0
+_SWEEP_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcReport:
+    """What gc did. ``kept`` gives, by prefix, why something that looked like a leftover stays."""
+
+    deleted: tuple[str, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
+    swept: int = 0
+
+
+def collect_garbage(storage: Storage, *, tombstone_s: float = TOMBSTONE_S) -> GcReport:
+    """Remove what saves left that never committed and are not alive.
+
+    A save on another host is alive while its intent is younger than its lease, by the storage's
+    clock. One that is not is fenced off before anything goes that it wrote or may refer to:
+    should it wake up, its commit fails.
+    """
+    now_s = storage_time(storage)
+    folders = survey(storage, now_s)
+    given_up = {folder.prefix for folder in folders.values() if _give_up(storage, folder)}
+    needed = needed_in(folders.values(), given_up=given_up)
+    deleted: list[str] = []
+    kept: dict[str, str] = {}
+    for folder in folders.values():
+        reason = _collect(storage, folder, needed, deleted, fenced=folder.prefix in given_up)
+        if reason is not None:
+            kept[folder.prefix] = reason
+        elif _lift_old(storage, folder, now_s - tombstone_s):
+            deleted.append(record_key(folder.prefix))
+    for info in [*storage.list("clock-")]:
+        if is_clock(info.key) and info.modified_s < now_s - _CLOCK_S:
+            storage.delete(info.key)
+            deleted.append(info.key)
+    swept = storage.sweep(max(_longest_lease(folders.values()), _SWEEP_S))
+    _log.info("gc in %s deleted %d objects, swept %d", storage.url, len(deleted), swept)
+    return GcReport(deleted=tuple(deleted), kept=kept, swept=swept)
+
+
+def _give_up(storage: Storage, folder: Folder) -> bool:
+    """Fence off the saves of a folder that are not alive, unless that would stop one that is."""
+    if not folder.intents or folder.alive or folder.problem is not None:
+        return False
+    return fence(storage, folder.prefix, folder.found)
+
+
+def _collect(
+    storage: Storage, folder: Folder, needed: Needed, deleted: list[str], *, fenced: bool
+) -> str | None:
+    """Delete what is garbage in a folder. Returns why something was kept, if it was."""
+    if folder.problem is not None:
+        return f"its commit record cannot be read: {folder.problem.message}"
+    if folder.alive:
+        return "a save is under way"
+    named = set(folder.named())
+    if needed.blind and (
+        folder.intents or any(key not in named for keys in folder.shards.values() for key in keys)
+    ):
+        return "a commit record in this storage cannot be read, and it may refer to these files"
+    if folder.intents and not fenced:
+        return "it changed while gc was looking"
+    for attempt, keys in folder.shards.items():
+        garbage = [key for key in keys if not needed.holds(key)]
+        if not garbage:
+            continue
+        sure = unnamed(storage, folder.prefix, attempt, garbage, given_up=folder.intents)
+        if sure is None:
+            return "a save began while gc was looking"
+        for key in sure:
+            storage.delete(key)
+            deleted.append(key)
+    for intent in folder.intents.values():
+        storage.delete(intent.key)
+        deleted.append(intent.key)
+    return None
+
+
+def _lift_old(storage: Storage, folder: Folder, before_s: float) -> bool:
+    found = folder.found
+    if found is None or found.is_committed or folder.shards or folder.intents:
+        return False
+    return found.info.modified_s < before_s and lift(storage, folder.prefix, found.info.version)
+
+
+def _longest_lease(folders: Iterable[Folder]) -> float:
+    leases = [intent.lease_s for folder in folders for intent in folder.intents.values()]
+    return max(leases, default=0.0)

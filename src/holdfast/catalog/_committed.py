@@ -1,0 +1,141 @@
+"""Whether a checkpoint is there: the one answer that everything else asks for.
+
+Knows the commit record and how it is put in place, compared and fenced; knows no shards.
+"""
+
+import datetime as dt
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+import holdfast
+
+from holdfast.catalog._names import new_attempt, record_key
+from holdfast.contracts import SMALL_OBJECT_BYTES, ObjectInfo, Storage
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    CorruptedError,
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
+from holdfast.format import CommitRecord, decode_record, encode_record
+
+COMMITTED: Final = "committed"
+TOMBSTONE: Final = "tombstone"
+
+_log = logging.getLogger("holdfast.catalog")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A commit record, and the version of the object that holds it."""
+
+    prefix: str
+    record: CommitRecord
+    info: ObjectInfo
+
+    @property
+    def is_committed(self) -> bool:
+        """A checkpoint exists if and only if this is true of its record.
+
+        A tombstone stands where a save was given up: it keeps the save, should it wake up, from
+        putting its record there.
+        """
+        return self.record.state == COMMITTED
+
+
+def find_record(storage: Storage, prefix: str) -> Found | None:
+    """What stands in the place of the prefix's commit record, tombstones included.
+
+    The version is asked for before the bytes: whoever replaces that version later replaces what
+    was read here, or fails. ``CorruptedError`` or ``IncompatibleVersionError`` if it cannot be
+    read.
+    """
+    key = record_key(prefix)
+    try:
+        info = storage.stat(key)
+        if info.size_bytes > SMALL_OBJECT_BYTES:
+            problem = (
+                f"a commit record has at most {SMALL_OBJECT_BYTES} bytes, not {info.size_bytes}"
+            )
+            raise CorruptedError(problem, path=key)
+        data = storage.read(key)
+    except ObjectNotFoundError:
+        return None
+    return Found(prefix=prefix, record=decode_record(data, path=key), info=info)
+
+
+def find_committed(storage: Storage, prefix: str) -> Found:
+    """The committed checkpoint of that name, or ``CheckpointNotFoundError``."""
+    found = find_record(storage, prefix)
+    if found is None or not found.is_committed:
+        raise CheckpointNotFoundError(
+            "there is no committed checkpoint of this name", path=f"{storage.url}/{prefix}"
+        )
+    return found
+
+
+def publish(storage: Storage, prefix: str, record: CommitRecord, over: str | None) -> ObjectInfo:
+    """Put the record in place: where nothing is, or over exactly that version.
+
+    One atomic step. ``ObjectExistsError``, ``ObjectChangedError`` or ``ObjectNotFoundError`` if
+    another was there first.
+    """
+    data = encode_record(record)
+    if over is None:
+        return storage.create(record_key(prefix), data)
+    return storage.replace(record_key(prefix), data, over)
+
+
+def new_tombstone() -> CommitRecord:
+    """A record that says: nothing is here, and no save that began before may put anything here."""
+    return CommitRecord(
+        state=TOMBSTONE,
+        ordinal=0,
+        attempt=new_attempt(),
+        created=utc_now(),
+        world_size=1,
+        writer=f"holdfast {holdfast.__version__}",
+    )
+
+
+def fence(storage: Storage, prefix: str, seen: Found | None) -> bool:
+    """Change what stands in the record's place, so that no save which began before can publish
+    over it. ``False`` if somebody changed it since it was seen.
+
+    A committed record and a tombstone stay what they are and only count one fence more.
+    """
+    if seen is None:
+        record, over = msgspec.structs.replace(new_tombstone(), fence=1), None
+    else:
+        record = msgspec.structs.replace(seen.record, fence=seen.record.fence + 1)
+        over = seen.info.version
+    try:
+        publish(storage, prefix, record, over)
+    except (ObjectExistsError, ObjectChangedError, ObjectNotFoundError):
+        return False
+    _log.info("fenced %s in %s", prefix, storage.url)
+    return True
+
+
+def lift(storage: Storage, prefix: str, tombstone: str) -> bool:
+    """Remove a tombstone, given by its version, unless something else stands there by now.
+
+    Storages do not delete by version, so this looks and then deletes: call it only where no save
+    is under way, of which a survey must just have made sure.
+    """
+    try:
+        if storage.stat(record_key(prefix)).version != tombstone:
+            return False
+    except ObjectNotFoundError:
+        return False
+    storage.delete(record_key(prefix))
+    return True
+
+
+def utc_now() -> str:
+    """Now, as a record says it."""
+    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,157 @@
+"""Deletes a checkpoint that somebody names, but never a file that another one or a save needs.
+
+The commit record goes first, so that at every moment there is a whole checkpoint or none.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from holdfast.catalog._attempt import check_prefix
+from holdfast.catalog._committed import Found, find_committed, lift, new_tombstone, publish
+from holdfast.catalog._names import record_key
+from holdfast.catalog._needed import needed_in, unnamed
+from holdfast.catalog._survey import Folder, storage_time, survey
+from holdfast.contracts import Storage
+from holdfast.errors import (
+    CheckpointError,
+    CorruptedError,
+    IncompatibleVersionError,
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+)
+
+_log = logging.getLogger("holdfast.catalog")
+
+
+def delete_checkpoint(storage: Storage, prefix: str) -> None:
+    """Delete a committed checkpoint: its record first, then those of its files that nothing else
+    names. The others stay until gc finds them unneeded.
+
+    The record gives way to a tombstone, in one step and only if it is still the one that was
+    read: a save that replaces it at the same time either fails or is not deleted.
+    """
+    check_prefix("prefix", prefix)
+    try:
+        found = find_committed(storage, prefix)
+    except (CorruptedError, IncompatibleVersionError) as error:
+        error.add_note("rollback removes a checkpoint that cannot be read.")
+        raise
+    fences = found.record.fence
+    version = _bury(storage, prefix, found.info.version, fences)
+    with _gone(storage, prefix):
+        _delete_own(storage, found)
+        if not fences:
+            lift(storage, prefix, version)
+
+
+def delete_replaced(storage: Storage, replaced: Found) -> None:
+    """Delete the files of a record that another has taken the place of, if nothing needs them.
+
+    That the new one is saved does not hang on it: what cannot be deleted is left to gc.
+    """
+    try:
+        _delete_own(storage, replaced)
+    except CheckpointError as error:
+        _log.warning("files of the replaced %s stay until gc: %s", replaced.prefix, error)
+
+
+def _delete_own(storage: Storage, gone: Found) -> None:
+    """Delete the files in its own folder of a record that is no more, but for those needed."""
+    own = [f"{gone.prefix}/{file.name}" for file in gone.record.files if file.prefix is None]
+    needed = needed_in(survey(storage, storage_time(storage)).values())
+    _delete_all(storage, [key for key in own if not needed.holds(key)])
+
+
+def roll_back(storage: Storage, prefix: str) -> None:
+    """Remove all that is under the prefix, committed or not, readable or not, but for files that
+    others need. ``StorageError`` while a save is under way there.
+
+    If saves were ever given up there, a tombstone stays for a week, so that none of them commits.
+    """
+    check_prefix("prefix", prefix)
+    folder = survey(storage, storage_time(storage)).get(prefix)
+    if folder is None:
+        return
+    if folder.alive:
+        writers = ", ".join(folder.intents[attempt].writer for attempt in sorted(folder.alive))
+        raise StorageError(
+            f"a save is under way here ({writers}); wait for it, or for its lease to end",
+            path=f"{storage.url}/{prefix}",
+        )
+    fences = _fences(folder)
+    version = _bury(storage, prefix, _version(storage, prefix), fences)
+    with _gone(storage, prefix):
+        needed = needed_in(survey(storage, storage_time(storage)).values(), given_up={prefix})
+        if needed.blind:
+            raise StorageError(
+                "another commit record or intent in this storage cannot be read, and it may refer "
+                "to them; remove that one and try again"
+            )
+        shards = [
+            key
+            for attempt, keys in folder.shards.items()
+            for key in unnamed(storage, prefix, attempt, keys, given_up=folder.intents) or ()
+            if not needed.holds(key)
+        ]
+        _delete_all(storage, shards)
+        _delete_all(storage, [intent.key for intent in folder.intents.values()])
+        if not fences:
+            lift(storage, prefix, version)
+
+
+def _fences(folder: Folder) -> int:
+    """How many fences a tombstone in the place of this folder's record has to count: not 0 if
+    any save was ever given up there, or may have been, or is now."""
+    before = folder.found.record.fence if folder.found is not None else 0
+    return before + (1 if folder.intents or folder.problem is not None else 0)
+
+
+def _version(storage: Storage, prefix: str) -> str | None:
+    try:
+        return storage.stat(record_key(prefix)).version
+    except ObjectNotFoundError:
+        return None
+
+
+def _bury(storage: Storage, prefix: str, over: str | None, fences: int) -> str:
+    """Put a tombstone in the place of a record, and return the tombstone's version."""
+    tombstone = msgspec.structs.replace(new_tombstone(), fence=fences)
+    try:
+        return publish(storage, prefix, tombstone, over).version
+    except (ObjectExistsError, ObjectChangedError, ObjectNotFoundError) as error:
+        raise StorageError(
+            "somebody changed this checkpoint at the same time; nothing was deleted, try again",
+            path=f"{storage.url}/{prefix}",
+        ) from error
+
+
+@contextlib.contextmanager
+def _gone(storage: Storage, prefix: str) -> Iterator[None]:
+    """Say of an error that the checkpoint is gone all the same."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise StorageError(
+            f"this is no checkpoint any more, but not all of its files are removed: "
+            f"{error.message}; gc removes what nothing needs",
+            path=f"{storage.url}/{prefix}",
+        ) from error
+
+
+def _delete_all(storage: Storage, keys: Sequence[str]) -> None:
+    """Delete what can be deleted; only then complain."""
+    errors: list[CheckpointError] = []
+    for key in keys:
+        try:
+            storage.delete(key)
+        except CheckpointError as error:
+            errors.append(error)
+    if errors:
+        raise StorageError(f"{len(errors)} could not be removed, {errors[0]}") from ExceptionGroup(
+            "deleting", errors
+        )

@@ -1,0 +1,66 @@
+"""What must not be deleted, because a committed checkpoint or a save needs it. Deletes nothing.
+
+Whoever wants to refer to another checkpoint's files says so in an intent first, and then looks
+whether that checkpoint is still committed. Whoever deletes takes the commit record away first,
+and then looks for intents. So one of the two always sees the other.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.catalog._committed import find_record
+from holdfast.catalog._names import intent_name
+from holdfast.catalog._survey import Folder
+from holdfast.contracts import Storage
+from holdfast.errors import ObjectNotFoundError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needed:
+    """Keys that records name, and prefixes that saves may refer to. ``blind`` if a record or an
+    intent could not be read: nobody knows then what it refers to, so everything is needed."""
+
+    keys: frozenset[str]
+    prefixes: frozenset[str]
+    blind: bool
+
+    def holds(self, key: str) -> bool:
+        return self.blind or key in self.keys or key.rpartition("/")[0] in self.prefixes
+
+
+def needed_in(folders: Iterable[Folder], *, given_up: Collection[str] = ()) -> Needed:
+    """What must stay. A save that is not alive may still wake up and commit, and so needs what it
+    refers to, until it is fenced off: those in the folders ``given_up`` are."""
+    folders = list(folders)
+    waking = [folder for folder in folders if folder.prefix not in given_up]
+    return Needed(
+        keys=frozenset(key for folder in folders for key in folder.named()),
+        prefixes=frozenset(
+            prefix
+            for folder in waking
+            for intent in folder.intents.values()
+            for prefix in intent.refers
+        ),
+        blind=any(folder.problem is not None for folder in folders)
+        or any(folder.unknown for folder in waking),
+    )
+
+
+def unnamed(
+    storage: Storage, prefix: str, attempt: str, keys: Sequence[str], *, given_up: Collection[str]
+) -> list[str] | None:
+    """Those of an attempt's files that no commit names, or ``None`` if it may yet commit them.
+
+    A listing is no snapshot: a save may have announced itself, or committed, since.
+    """
+    if attempt in given_up:
+        return [*keys]
+    try:
+        storage.stat(f"{prefix}/{intent_name(attempt)}")
+    except ObjectNotFoundError:
+        found = find_record(storage, prefix)
+        if found is None or not found.is_committed:
+            return [*keys]
+        named = {file.name for file in found.record.files if file.prefix is None}
+        return [key for key in keys if key.removeprefix(f"{prefix}/") not in named]
+    return None

@@ -1,0 +1,93 @@
+"""Between the record's placements and the geometry of grids and boxes. Knows no storage."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import CorruptedError
+from holdfast.format import CommitRecord, Cut, Placement, StoredTensor
+from holdfast.reshard import Box, Grid, IndexRuns, check_coverage
+
+
+def placement_of_grid(grid: Grid, files: IndexRuns) -> Placement:
+    """How the record writes a grid and the files of its cells."""
+    cuts = tuple(Cut(step=cut) if isinstance(cut, int) else Cut(at=cut) for cut in grid.cuts)
+    return Placement(cuts=cuts, files=files.runs)
+
+
+def placement_of_boxes(shape: tuple[int, ...], boxes: Sequence[Box], files: IndexRuns) -> Placement:
+    """As a grid if the boxes are one cut into rows, else box by box."""
+    if len(boxes) == 1 and boxes[0] == Box.whole(shape):
+        return placement_of_grid(Grid.whole(shape), files)
+    inner = [box.start[0] for box in boxes[1:]]
+    if all(box.start[1:] == boxes[0].start[1:] and box.stop[1:] == shape[1:] for box in boxes):
+        rows = Grid.of_cuts(shape, [inner, *([] for _ in shape[1:])])
+        if [rows.box(cell) for cell in range(rows.cells)] == list(boxes):
+            return placement_of_grid(rows, files)
+    pairs = tuple(tuple(zip(box.start, box.stop, strict=True)) for box in boxes)
+    return Placement(boxes=pairs, files=files.runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBoxes:
+    """The parts of one tensor: which boxes there are, and in which file each is."""
+
+    tensor: StoredTensor
+    files: IndexRuns
+    grid: Grid | None
+    boxes: tuple[Box, ...]
+
+    @classmethod
+    def of(cls, tensor: StoredTensor) -> "StoredBoxes":
+        placement = tensor.placement
+        files = IndexRuns(runs=placement.files)
+        if placement.boxes is None:
+            cuts = tuple(
+                (cut.at or ()) if cut.step is None else cut.step for cut in placement.cuts or ()
+            )
+            return cls(tensor=tensor, files=files, grid=Grid(tensor.shape, cuts), boxes=())
+        boxes = tuple(
+            Box(tuple(low for low, _ in box), tuple(high for _, high in box))
+            for box in placement.boxes
+        )
+        return cls(tensor=tensor, files=files, grid=None, boxes=boxes)
+
+    def within(self, wanted: Box) -> Iterator[tuple[Box, int]]:
+        """Every stored box that shares an element with ``wanted``, and its file's index."""
+        if self.grid is not None:
+            for cell in self.grid.cells_in(wanted):
+                yield self.grid.box(cell), self.files[cell]
+            return
+        for index, box in enumerate(self.boxes):
+            if box.intersect(wanted) is not None:
+                yield box, self.files[index]
+
+    def all(self) -> Iterator[tuple[Box, int]]:
+        """Every stored box and its file's index."""
+        cells = (
+            self.boxes
+            if self.grid is None
+            else (self.grid.box(cell) for cell in range(self.grid.cells))
+        )
+        yield from zip(cells, self.files, strict=True)
+
+    def check(self, name: str, path: str) -> None:
+        """``CorruptedError`` unless every element is stored exactly once. A grid always is."""
+        problem = None if self.grid is not None else check_coverage(self.tensor.shape, self.boxes)
+        if problem is not None:
+            raise CorruptedError(
+                f"tensor {name!r} is not stored exactly once: {problem}", path=path
+            )
+
+
+def stored_bytes(record: CommitRecord) -> int:
+    """All bytes of the checkpoint's files."""
+    return sum(file.size_bytes for file in record.files)
+
+
+def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:
+    return tuple(zip(box.start, box.stop, strict=True))
+
+
+def elements(shape: Sequence[int]) -> int:
+    return math.prod(shape)

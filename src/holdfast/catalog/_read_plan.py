@@ -1,0 +1,105 @@
+"""Which chunks a wanted box needs, and how its elements get from them to the caller's memory. Pure.
+
+Chunks are read whole, because only whole chunks can be verified; nothing else is read.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.format import CHUNK_BYTES
+from holdfast.reshard import Box, CopyRuns, chunk_spans, copy_runs, row_runs
+
+BATCH_BYTES: Final = 8 * 1024 * 1024
+"""About how much is read at once by one thread, and so how much scratch memory each needs."""
+
+_CHUNKS: Final = BATCH_BYTES // CHUNK_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Chunks of one entry to be read together, as runs ``(first, last)``.
+
+    Without ``copy`` they are one run and belong as they are at ``dst_offset`` of the wanted
+    box's memory. Otherwise they are read into scratch memory that starts where the first run
+    does, and copied.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    dst_offset: int
+    copy: CopyRuns | None = None
+
+
+def plan_box(raw_bytes: int, stored: Box, wanted: Box, itemsize: int) -> Iterator[Piece]:
+    """How the elements that ``stored`` and ``wanted`` share are read from the entry that holds
+    ``stored`` in ``raw_bytes``."""
+    shared = stored.intersect(wanted)
+    if shared is None:
+        return
+    whole = copy_runs(shared, stored, wanted, itemsize)
+    if len(whole) == 1:
+        yield from _contiguous(raw_bytes, whole)
+        return
+    for block in _blocks(shared, stored, itemsize):
+        runs = row_runs(block, stored, itemsize).merged(CHUNK_BYTES)
+        yield Piece(
+            runs=tuple(chunk_spans(raw_bytes, CHUNK_BYTES, runs)),
+            dst_offset=0,
+            copy=copy_runs(block, stored, wanted, itemsize),
+        )
+
+
+def _contiguous(raw_bytes: int, whole: CopyRuns) -> Iterator[Piece]:
+    start, stop = whole.src_offset, whole.src_offset + whole.nbytes
+    to_dst = whole.dst_offset - start
+    ((first, last),) = chunk_spans(raw_bytes, CHUNK_BYTES, [(start, whole.nbytes)])
+    if start % CHUNK_BYTES and first + 1 < last:
+        yield _edge(start, (first + 1) * CHUNK_BYTES, to_dst)
+        first, start = first + 1, (first + 1) * CHUNK_BYTES
+    full_stop = stop if stop == raw_bytes else stop // CHUNK_BYTES * CHUNK_BYTES
+    if start % CHUNK_BYTES == 0 and full_stop > start:
+        full_last = -(-full_stop // CHUNK_BYTES)
+        for at in range(first, full_last, _CHUNKS):
+            yield Piece(
+                runs=((at, min(at + _CHUNKS, full_last)),), dst_offset=at * CHUNK_BYTES + to_dst
+            )
+        start = full_stop
+    if start < stop:
+        yield _edge(start, stop, to_dst)
+
+
+def _edge(start: int, stop: int, to_dst: int) -> Piece:
+    """Some of the bytes of one chunk."""
+    chunk = start // CHUNK_BYTES
+    return Piece(
+        runs=((chunk, chunk + 1),),
+        dst_offset=0,
+        copy=CopyRuns(
+            src_offset=start,
+            dst_offset=start + to_dst,
+            nbytes=stop - start,
+            counts=(),
+            src_strides=(),
+            dst_strides=(),
+        ),
+    )
+
+
+def _blocks(box: Box, stored: Box, itemsize: int) -> Iterator[Box]:
+    """``box`` in parts, each of which lies within about ``BATCH_BYTES`` of the stored bytes or is
+    one run of them."""
+    runs = row_runs(box, stored, itemsize)
+    extent = runs.nbytes + sum(
+        (count - 1) * stride for count, stride in zip(runs.counts, runs.strides, strict=True)
+    )
+    if extent <= BATCH_BYTES or box.size == 1:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    middle = (box.start[dim] + box.stop[dim]) // 2
+    yield from _blocks(
+        Box(box.start, (*box.stop[:dim], middle, *box.stop[dim + 1 :])), stored, itemsize
+    )
+    yield from _blocks(
+        Box((*box.start[:dim], middle, *box.start[dim + 1 :]), box.stop), stored, itemsize
+    )

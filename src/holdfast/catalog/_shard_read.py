@@ -1,0 +1,176 @@
+"""Opens a shard that may be anything, and reads chunks that are proven to be what was written.
+
+Knows one file at a time; which chunks are wanted is decided elsewhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from holdfast.contracts import ReadRange, Storage
+from holdfast.errors import CorruptedError, ObjectNotFoundError
+from holdfast.format import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    ChunkTable,
+    PlacedEntry,
+    ShardLayout,
+    StoredFile,
+    decompress_chunk,
+    digest,
+    file_digest,
+    header_bytes_needed,
+    parse_shard_header,
+    parse_table,
+)
+
+_FIRST_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenShard:
+    """A shard whose header and table are the ones the commit record names."""
+
+    key: str
+    layout: ShardLayout
+    table: ChunkTable = field(repr=False)
+
+
+def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
+    """``CorruptedError`` if the file is missing, of another size, or its header or table are not
+    what the commit record says they were."""
+    try:
+        size = storage.stat(key).size_bytes
+    except ObjectNotFoundError as error:
+        raise CorruptedError("a file of the checkpoint is missing", path=key) from error
+    if size != expected.size_bytes:
+        raise CorruptedError(
+            f"a file of the checkpoint has {size} bytes, but {expected.size_bytes} were written",
+            path=key,
+        )
+    header = read_bytes(storage, key, 0, min(size, _FIRST_BYTES))
+    needed = header_bytes_needed(header, size, path=key)
+    if needed > len(header):
+        header += read_bytes(storage, key, len(header), needed - len(header))
+    layout = parse_shard_header(header[:needed], size, path=key)
+    if not layout.is_holdfast:
+        raise CorruptedError("this file was not written by holdfast", path=key)
+    table = read_bytes(storage, key, layout.table_offset, layout.table_bytes)
+    if file_digest(layout.header, table).hex() != expected.digest:
+        raise CorruptedError(
+            "the header or chunk table of a file is not the one that was written", path=key
+        )
+    return OpenShard(key=key, layout=layout, table=parse_table(layout, table, path=key))
+
+
+def read_bytes(storage: Storage, key: str, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    storage.read_into(key, [ReadRange(start=start, into=memoryview(data))])
+    return bytes(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRun:
+    """Chunks ``first`` to ``last``, the latter not included, of an entry, and the memory that is
+    to hold their raw bytes."""
+
+    shard: OpenShard
+    placed: PlacedEntry
+    first: int
+    last: int
+    into: memoryview
+
+    @property
+    def start(self) -> int:
+        """The first raw byte, counted from the entry's first."""
+        return self.first * CHUNK_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return run_bytes(self.placed, self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadChunk:
+    """A chunk whose bytes are not the ones that were written."""
+
+    key: str
+    entry: str
+    tensor: str
+    start: int
+    stop: int
+    problem: str
+
+    @property
+    def description(self) -> str:
+        return f"bytes {self.start} to {self.stop} of {self.entry!r} {self.problem}"
+
+    def error(self) -> CorruptedError:
+        return CorruptedError(
+            f"tensor {self.tensor!r} is damaged: {self.description}; load another checkpoint",
+            path=self.key,
+        )
+
+
+def run_bytes(placed: PlacedEntry, first: int, last: int) -> int:
+    """How many raw bytes these chunks of an entry have."""
+    return min(last * CHUNK_BYTES, placed.raw_bytes) - first * CHUNK_BYTES
+
+
+def read_runs(storage: Storage, runs: Sequence[ChunkRun]) -> list[BadChunk]:
+    """Fill every run, all of one shard, in one request to the storage. Returns the chunks that
+    are damaged; what is in memory for those is not to be used."""
+    wanted = []
+    frames: list[memoryview | None] = []
+    for run in runs:
+        if run.placed.codec is None:
+            start, into = run.placed.offset + run.start, run.into
+            frames.append(None)
+        else:
+            offsets = run.shard.table.frame_offsets_of(run.placed)
+            start = offsets[run.first]
+            into = memoryview(bytearray(offsets[run.last] - start))
+            frames.append(into)
+        wanted.append(ReadRange(start=start, into=into))
+    storage.read_into(runs[0].shard.key, wanted)
+    bad: list[BadChunk] = []
+    for run, stored in zip(runs, frames, strict=True):
+        bad += _check(run, stored)
+    return bad
+
+
+def _check(run: ChunkRun, stored: memoryview | None) -> list[BadChunk]:
+    digests = run.shard.table.digests_of(run.placed)
+    sizes = run.shard.table.frames_of(run.placed) if stored is not None else []
+    bad = []
+    at = 0
+    for chunk in range(run.first, run.last):
+        start = (chunk - run.first) * CHUNK_BYTES
+        raw = run.into[start : start + CHUNK_BYTES]
+        problem = None
+        if stored is not None:
+            problem = _decompress(run, stored[at : at + sizes[chunk]], raw)
+            at += sizes[chunk]
+        if problem is None:
+            expected = digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+            problem = None if digest(raw) == expected else "are not what was written"
+        if problem is not None:
+            first = chunk * CHUNK_BYTES
+            bad.append(
+                BadChunk(
+                    key=run.shard.key,
+                    entry=run.placed.key,
+                    tensor=run.placed.entry.name,
+                    start=first,
+                    stop=first + len(raw),
+                    problem=problem,
+                )
+            )
+    return bad
+
+
+def _decompress(run: ChunkRun, frame: memoryview, raw: memoryview) -> str | None:
+    try:
+        decompress_chunk(frame, raw, codec=run.placed.codec or "", path=run.shard.key)
+    except CorruptedError as error:
+        return f"cannot be decompressed ({error.message})"
+    return None

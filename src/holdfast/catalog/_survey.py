@@ -1,0 +1,100 @@
+"""What is in a store of checkpoints, seen once: records, intents, shards. Decides and deletes
+nothing."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from holdfast.catalog._committed import Found, find_record
+from holdfast.catalog._intents import DEFAULT_LEASE_S, Intent, is_alive, read_intent
+from holdfast.catalog._names import attempt_of_intent, attempt_of_shard, new_clock
+from holdfast.contracts import COMMIT_RECORD, ObjectInfo, Storage
+from holdfast.errors import CheckpointError, CorruptedError, ObjectNotFoundError, StorageError
+
+
+@dataclass(slots=True, kw_only=True)
+class Folder:
+    """The objects of one prefix. ``problem`` says why its record could not be read; ``unknown``
+    are the attempts whose intent could not: nobody knows what they refer to."""
+
+    prefix: str
+    shards: dict[str, list[str]] = field(default_factory=dict)
+    intents: dict[str, Intent] = field(default_factory=dict)
+    alive: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
+    has_record: bool = False
+    found: Found | None = None
+    problem: CheckpointError | None = None
+
+    @property
+    def is_committed(self) -> bool:
+        return self.found is not None and self.found.is_committed
+
+    def named(self) -> Iterator[str]:
+        """The keys of the files that the committed record names, also in other folders."""
+        if self.found is not None and self.found.is_committed:
+            for file in self.found.record.files:
+                yield f"{file.prefix or self.prefix}/{file.name}"
+
+
+def survey(storage: Storage, now_s: float | None = None) -> Mapping[str, Folder]:
+    """Every prefix with an object of a checkpoint in it.
+
+    Intents are looked at only if ``now_s``, the storage's time, is given. One that cannot be read
+    counts as alive for as long as leases usually last.
+    """
+    folders: dict[str, Folder] = {}
+    intents: list[tuple[Folder, str, ObjectInfo]] = []
+    for info in storage.list():
+        prefix, _, name = info.key.rpartition("/")
+        shard, intent = attempt_of_shard(name), attempt_of_intent(name)
+        if not prefix or (shard is None and intent is None and name != COMMIT_RECORD):
+            continue
+        folder = folders.setdefault(prefix, Folder(prefix=prefix))
+        if shard is not None:
+            folder.shards.setdefault(shard, []).append(info.key)
+        elif intent is not None:
+            intents.append((folder, intent, info))
+        else:
+            folder.has_record = True
+    if now_s is not None:
+        for folder, attempt, info in intents:
+            _add_intent(storage, folder, attempt, info, now_s)
+    for folder in folders.values():
+        if folder.has_record:
+            _add_record(storage, folder)
+    return folders
+
+
+def _add_intent(
+    storage: Storage, folder: Folder, attempt: str, info: ObjectInfo, now_s: float
+) -> None:
+    try:
+        intent = read_intent(storage, folder.prefix, attempt)
+    except ObjectNotFoundError:
+        return
+    except (CorruptedError, StorageError) as error:
+        if error.transient:
+            raise
+        intent = Intent(prefix=folder.prefix, attempt=attempt, lease_s=DEFAULT_LEASE_S)
+        folder.unknown.add(attempt)
+    folder.intents[attempt] = intent
+    if is_alive(info, intent.lease_s, now_s):
+        folder.alive.add(attempt)
+
+
+def _add_record(storage: Storage, folder: Folder) -> None:
+    try:
+        folder.found = find_record(storage, folder.prefix)
+    except CheckpointError as error:
+        if error.transient:
+            raise
+        folder.problem = error
+
+
+def storage_time(storage: Storage) -> float:
+    """What the storage's clock says, found out by writing something and looking when."""
+    key = new_clock()
+    try:
+        return storage.create(key, b"").modified_s
+    finally:
+        storage.delete(key)

@@ -1,0 +1,179 @@
+"""Writes a tree of values and NumPy arrays as one checkpoint, from one process.
+
+Knows how leaves become shards and shards a record. The commit itself is ``_attempt``'s.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+import holdfast
+from holdfast.catalog._attempt import Attempt
+from holdfast.catalog._committed import COMMITTED, utc_now
+from holdfast.catalog._placing import box_bounds, placement_of_boxes
+from holdfast.catalog._shard_write import ArraySource, Tick, raw_bytes, write_shard
+from holdfast.contracts import Storage
+from holdfast.format import (
+    CommitRecord,
+    CompressionLevel,
+    LeafRef,
+    ShardEntry,
+    StoredFile,
+    StoredTensor,
+    ValuePath,
+    dtype_of_numpy,
+    encode_value,
+)
+from holdfast.reshard import Box, IndexRuns, split_box
+
+COMPRESSED_FILE_BYTES: Final = 64 * 1024 * 1024
+"""Raw bytes after which a compressed file is closed: it is held in memory until its header, which
+comes first, is known."""
+
+_HEADER_BYTES: Final = 16 * 1024 * 1024
+_ENTRY_HEADER_BYTES: Final = 160
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a checkpoint says of itself beside its state, each already fit for the record."""
+
+    step: int | None = None
+    metrics: Mapping[str, float] | None = None
+    custom: object = None
+
+
+def collect_leaves(state: object) -> tuple[object, dict[str, Array]]:
+    """The tree as the record keeps it, and the arrays it refers to by name.
+
+    A leaf is called after its place, ``model.weight`` for ``state["model"]["weight"]``.
+    ``SaveError`` for what cannot be stored.
+    """
+    leaves: dict[str, Array] = {}
+
+    def leaf(path: ValuePath, value: object) -> LeafRef | None:
+        if type(value) is not np.ndarray or not _storable(value):
+            return None
+        name = _free_name(".".join(str(part) for part in path) or "state", leaves)
+        leaves[name] = value
+        return LeafRef(kind="array", name=name)
+
+    return encode_value(state, leaf=leaf), leaves
+
+
+def write_leaves(
+    storage: Storage,
+    attempt: Attempt,
+    leaves: Mapping[str, Array],
+    *,
+    level: CompressionLevel,
+    tick: Tick,
+) -> tuple[list[StoredFile], dict[str, StoredTensor]]:
+    """Write every leaf. Nothing exists yet for others when this returns."""
+    files: list[StoredFile] = []
+    placed: dict[str, list[tuple[Box, int]]] = {name: [] for name in leaves}
+    for part, sources in enumerate(_files(leaves, level)):
+        key = attempt.shard_key(0, part)
+        written = write_shard(
+            storage, key, [source.source for source in sources], level=level, tick=tick
+        )
+        files.append(written.file)
+        for source in sources:
+            placed[source.name].append((source.box, part))
+    tensors = {}
+    for name, boxes in placed.items():
+        shape = leaves[name].shape
+        runs = IndexRuns.of([part for _, part in boxes])
+        placement = placement_of_boxes(shape, [box for box, _ in boxes], runs)
+        code = dtype_of_numpy(leaves[name].dtype).code
+        tensors[name] = StoredTensor(dtype=code, shape=shape, placement=placement)
+    return files, tensors
+
+
+def record_of(
+    attempt: Attempt,
+    ordinal: int,
+    facts: Facts,
+    *,
+    tree: object,
+    files: Sequence[StoredFile],
+    tensors: Mapping[str, StoredTensor],
+) -> CommitRecord:
+    """The commit record of a checkpoint that one process wrote."""
+    return CommitRecord(
+        state=COMMITTED,
+        ordinal=ordinal,
+        attempt=attempt.intent.attempt,
+        created=utc_now(),
+        world_size=1,
+        writer=f"holdfast {holdfast.__version__}",
+        step=facts.step,
+        metrics=dict(facts.metrics or {}),
+        custom=facts.custom,
+        tree=tree,
+        files=tuple(files),
+        tensors=dict(tensors),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BoxSource:
+    name: str
+    box: Box
+    source: ArraySource
+
+
+def _files(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[list[_BoxSource]]:
+    """What goes into one file, file by file."""
+    limit = math.inf if level is CompressionLevel.NONE else COMPRESSED_FILE_BYTES
+    file: list[_BoxSource] = []
+    size = header = 0
+    for source in _sources(leaves, level):
+        nbytes = raw_bytes(source.source.entry)
+        named = _ENTRY_HEADER_BYTES + 6 * len(source.name)
+        if file and (size + nbytes > limit or header + named > _HEADER_BYTES):
+            yield file
+            file, size, header = [], 0, 0
+        file.append(source)
+        size += nbytes
+        header += named
+    if file:
+        yield file
+
+
+def _sources(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[_BoxSource]:
+    for name, array in leaves.items():
+        whole = Box.whole(array.shape)
+        dtype = dtype_of_numpy(array.dtype)
+        most = COMPRESSED_FILE_BYTES // dtype.itemsize
+        for box in [whole] if level is CompressionLevel.NONE else split_box(whole, most):
+            where = tuple(map(slice, box.start, box.stop))
+            entry = ShardEntry(
+                name=name,
+                dtype=dtype.code,
+                shape=box.shape,
+                box=None if box == whole else box_bounds(box),
+            )
+            yield _BoxSource(
+                name=name, box=box, source=ArraySource(entry=entry, array=array[where])
+            )
+
+
+def _storable(array: Array) -> bool:
+    try:
+        dtype_of_numpy(array.dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+    if name not in taken:
+        return name
+    return next(new for n in range(2, len(taken) + 3) if (new := f"{name}~{n}") not in taken)

@@ -1,0 +1,109 @@
+"""The values of a commit record: which fields, of which types. Knows no bytes.
+
+What the fields must be to each other (files that exist, cuts inside the shape) is in
+``_record_check``.
+"""
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+MAX_COUNT: Final = 2**63 - 1
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Step = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+ShortText = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+
+
+class StoredFile(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    gc=False,
+):
+    """A shard: ``digest`` (32 hex digits) is over its header and table; ``prefix`` names the
+    checkpoint whose folder it is in, ``None`` being the record's own."""
+
+    name: str
+    size_bytes: Count = msgspec.field(name="size")
+    digest: str
+    prefix: str | None = None
+
+
+class Cut(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    gc=False,
+):
+    """How one dimension is cut: every ``step`` elements, or ``at`` the inner positions."""
+
+    step: Count | None = None
+    at: tuple[Count, ...] | None = None
+
+
+class Placement(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    gc=False,
+):
+    """Which file holds which part of a tensor.
+
+    Parts are the cells of a grid in row-major order (``cuts``, one per dimension), or else
+    ``boxes`` (start and stop per dimension). ``files`` gives their file indexes as runs
+    ``(first, step, count)``: ``first``, ``first + step``, and so on, ``count`` of them.
+    """
+
+    cuts: tuple[Cut, ...] | None = None
+    boxes: tuple[tuple[tuple[Count, Count], ...], ...] | None = None
+    files: tuple[tuple[Index, Step, Count], ...]
+
+
+class StoredTensor(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    gc=False,
+):
+    """A tensor: dtype code, whole shape, and where its parts are."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    placement: Placement
+
+
+class CommitRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """All that a checkpoint says of itself.
+
+    ``state`` is ``"committed"``, or ``"tombstone"`` for a checkpoint being deleted, which has no
+    files and no tensors. ``metrics`` are ints of 64 bits and floats. ``custom`` and ``tree`` are
+    encoded typed values (``encode_value``), left as they are. ``created`` is RFC 3339, in UTC,
+    ending in ``Z``.
+    """
+
+    state: Literal["committed", "tombstone"]
+    ordinal: Count
+    attempt: str
+    created: str
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+    writer: ShortText
+    fence: Count = 0
+    step: Count | None = None
+    metrics: dict[str, Any] = {}
+    custom: Any = None
+    tree: Any = None
+    shard_format: ShortText = "multi_shard"
+    files: tuple[StoredFile, ...] = ()
+    tensors: dict[str, StoredTensor] = {}

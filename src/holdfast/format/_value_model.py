@@ -1,0 +1,37 @@
+"""The limits of a tree of values, and how it refers to what is stored outside of it.
+
+Knows no tag and no bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from holdfast import _checks
+
+MAX_VALUE_DEPTH: Final = 64
+"""Containers in each other, in a tree of values."""
+
+MAX_VALUE_JSON_DEPTH: Final = 5 * MAX_VALUE_DEPTH + 4
+"""Objects and lists in each other, in the JSON of such a tree: a defaultdict takes five for each
+level, and the value at the bottom up to four."""
+
+MOST_NAME_CHARACTERS: Final = 65536
+
+FACTORIES: Final[Mapping[str, type]] = {
+    kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
+}
+"""What a defaultdict may make its values with, besides nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafRef:
+    """Stands in the tree for a tensor or an array that is stored in shards under ``name``."""
+
+    kind: Literal["tensor", "array"]
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in {"tensor", "array"}:
+            raise ValueError(f"kind must be 'tensor' or 'array', not {self.kind!r}")
+        _checks.text("name", self.name, most=MOST_NAME_CHARACTERS)

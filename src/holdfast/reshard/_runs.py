@@ -1,0 +1,76 @@
+"""Knows a list of whole numbers written as arithmetic runs. Does not know what they number."""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexRuns:
+    """Numbers, 0 or more, in order: each run ``(first, step, count)`` is first, first + step, ...
+
+    Files of a grid's cells and ranks of a mesh are kept so: 8,192 of them are mostly one run.
+    """
+
+    runs: tuple[tuple[int, int, int], ...]
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for run in self.runs:
+            first, step, count = run
+            if count < 1 or first < 0 or first + step * (count - 1) < 0:
+                raise ValueError(f"{run} is no run (first, step, count) of numbers >= 0")
+        ends = itertools.accumulate(count for _, _, count in self.runs)
+        object.__setattr__(self, "_ends", tuple(ends))
+
+    @classmethod
+    def of(cls, values: Ints | list[int] | tuple[int, ...]) -> "IndexRuns":
+        """``values`` as few runs, found greedily from the left."""
+        array = np.asarray(values, dtype=np.int64)
+        steps = np.diff(array)
+        turns = np.flatnonzero(np.diff(steps)) + 1
+        runs: list[tuple[int, int, int]] = []
+        at = 0
+        for end in [*turns.tolist(), len(steps)]:
+            if at < end:
+                runs.append((int(array[at]), int(steps[at]), end - at + 1))
+                at = end + 1
+        if at < len(array):
+            runs.append((int(array[at]), 0, 1))
+        return cls(runs=tuple(runs))
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The smallest and the largest number; ``(0, -1)`` if there are none."""
+        ends = [
+            value
+            for first, step, count in self.runs
+            for value in (first, first + step * (count - 1))
+        ]
+        return (min(ends), max(ends)) if ends else (0, -1)
+
+    def array(self) -> Ints:
+        """All of the numbers, expanded."""
+        parts = [first + step * np.arange(count) for first, step, count in self.runs]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{index} is not one of {len(self)} numbers")
+        at = bisect.bisect_right(self._ends, index)
+        first, step, count = self.runs[at]
+        return first + step * (index - self._ends[at] + count)
+
+    def __iter__(self) -> Iterator[int]:
+        for first, step, count in self.runs:
+            for index in range(count):
+                yield first + step * index

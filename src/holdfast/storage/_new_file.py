@@ -1,0 +1,131 @@
+"""A file being written under a hidden name, and how it gets its own. Knows the order of syncs."""
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from holdfast.storage._folders import Folders
+from holdfast.storage._system import System
+
+RESERVED = ".holdfast"
+"""Names that begin so are not objects: files being written, and the lock."""
+
+_ATTEMPTS = 20
+_MILLISECOND_NS = 1_000_000
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+Lock = Callable[[], AbstractContextManager[None]]
+
+
+class NewFile:
+    """Open from the start; ``close`` removes what was not published. Used by one thread."""
+
+    def __init__(
+        self, system: System, folders: Folders, parts: Sequence[str], *, direct: bool
+    ) -> None:
+        self._system = system
+        self._hidden: str | None = f"{RESERVED}-{secrets.token_hex(8)}.tmp"
+        for attempt in range(_ATTEMPTS):
+            self._folder = folders.open_made(parts)
+            try:
+                self.fd, self.direct = system.create_file(self._hidden, self._folder, direct=direct)
+            except FileNotFoundError:  # the folder was empty and somebody removed it
+                system.close(self._folder)
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            except BaseException:
+                system.close(self._folder)
+                raise
+            else:
+                return
+
+    def seal(self, size_bytes: int) -> None:
+        """Make the content durable; it is not to change any more.
+
+        The time of modification keeps its millisecond and gets a random rest: clocks tick
+        slower than files are replaced and inodes are used again, so that without it two
+        versions of an object could look the same.
+        """
+        if os.fstat(self.fd).st_size != size_bytes:
+            self._system.truncate(self.fd, size_bytes)
+        tick_ns = os.fstat(self.fd).st_mtime_ns // _MILLISECOND_NS * _MILLISECOND_NS
+        self._system.set_modified(self.fd, tick_ns + secrets.randbelow(_MILLISECOND_NS))
+        self._system.sync(self.fd)
+
+    def publish(self, name: str, lock: Lock) -> os.stat_result:
+        """Give the sealed file its name under ``lock``, in place of what has it now. Durable on
+        return."""
+        with lock():
+            hidden = self._take_hidden()
+            try:
+                self._system.rename(hidden, name, self._folder)
+            except BaseException:
+                self._hidden = hidden
+                raise
+        self._system.sync(self._folder)
+        return os.fstat(self.fd)
+
+    def publish_new(self, name: str, lock: Lock) -> os.stat_result:
+        """As ``publish``, but ``FileExistsError`` if the name is taken.
+
+        A link does that in one step. Where there are no links, look and rename under ``lock``.
+        """
+        assert self._hidden is not None  # noqa: S101 -- for mypy
+        try:
+            self._system.link(self._hidden, name, self._folder)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return self.publish(name, lambda: self._free(name, lock))
+        self._remove_hidden()
+        self._system.sync(self._folder)
+        return os.fstat(self.fd)
+
+    @contextlib.contextmanager
+    def _free(self, name: str, lock: Lock) -> Iterator[None]:
+        with lock():
+            if exists(name, self._folder):
+                raise FileExistsError(errno.EEXIST, "the name is taken")
+            yield
+
+    def close(self) -> None:
+        """Remove the file unless it was published. Idempotent."""
+        if self.fd < 0:
+            return
+        try:
+            self._remove_hidden()
+        finally:
+            fd, self.fd = self.fd, -1
+            self._system.close(fd)
+            self._system.close(self._folder)
+
+    def _take_hidden(self) -> str:
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None  # noqa: S101 -- for mypy
+        return hidden
+
+    def _remove_hidden(self) -> None:
+        if self._hidden is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._system.unlink(self._take_hidden(), self._folder)
+
+
+def exists(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def hidden_files(folder: int) -> Iterator[os.DirEntry[str]]:
+    """What interrupted writes left in a folder, and what writes under way use."""
+    with os.scandir(folder) as entries:
+        yield from (
+            entry
+            for entry in entries
+            if entry.name.startswith(f"{RESERVED}-") and entry.is_file(follow_symlinks=False)
+        )
