@@ -2,9 +2,9 @@
 
 Simulated are the payloads the ranks would send: the digest of their leaf list, one list, and the
 name, size and digest of the file each wrote. Timed is what rank 0 does with them: decode all,
-group, plan, check, and encode a record of all tensors and files. Every layout runs in processes
-of its own, so that the peak of their memory is that of one plan. ``uneven`` is hard on purpose:
-every tensor has another size, none a multiple of the ranks.
+group, plan, and encode the commit record of all tensors and files, which reads it back as a check.
+Every layout runs in processes of its own, so that the peak of their memory is that of one plan.
+``uneven`` is hard on purpose: every tensor has another size, none a multiple of the ranks.
 """
 
 import concurrent.futures
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import msgspec
 
 from _measure import Measurement, median, spread
+from holdfast.catalog._placing import placement_of_grid
+from holdfast.format import CommitRecord, StoredFile, StoredTensor, encode_record
 from holdfast.reshard import (
-    Cut,
     IndexRuns,
     Layout,
     Leaf,
@@ -29,7 +30,6 @@ from holdfast.reshard import (
     Replicate,
     Shard,
     StridedShard,
-    TensorPlan,
     group_ranks,
     leaf_list_digest,
     plan_save,
@@ -41,6 +41,7 @@ REPEATS = 3
 SECONDS = 10.0
 MEBIBYTES = 64.0
 MIB = 1024 * 1024
+ATTEMPT = "0123456789abcdef"
 
 Shape = tuple[int, ...]
 
@@ -52,15 +53,9 @@ class Job:
     shape_of: Callable[[int], Shape]
 
 
-class File(msgspec.Struct):
-    name: str
-    size: int
-    digest: str
-
-
 class Payload(msgspec.Struct):
     leaves: bytes
-    files: list[File]
+    files: list[StoredFile]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +152,9 @@ def _sent_by_ranks(job: Job) -> tuple[list[bytes], bytes]:
             Payload(
                 leaves=digest,
                 files=[
-                    File(
-                        name=f"shard-{rank}-0123456789abcdef.safetensors",
-                        size=10**9 + rank,
+                    StoredFile(
+                        name=f"shard-{rank}-{ATTEMPT}.safetensors",
+                        size_bytes=10**9 + rank,
                         digest=hashlib.blake2b(rank.to_bytes(8), digest_size=16).hexdigest(),
                     )
                 ],
@@ -178,24 +173,23 @@ def _of_rank_0(payloads: list[bytes], leaf_list: bytes) -> bytes:
         for ranks in group_ranks([payload.leaves for payload in received])
     ]
     plan = plan_save(groups)
-    files = [file for payload in received for file in payload.files]
-    for tensor in plan.tensors:
-        low, high = tensor.writers.bounds
-        if len(tensor.writers) != tensor.grid.cells or low < 0 or high >= len(files):
-            raise ValueError(f"{tensor.leaf.name} is not written once")
     plan.writes_of(0)
-    tensors = {tensor.leaf.name: _as_recorded(tensor) for tensor in plan.tensors}
-    return msgspec.json.encode({"tensors": tensors, "files": files})
-
-
-def _as_recorded(tensor: TensorPlan) -> dict[str, object]:
-    cuts = [_cut(cut) for cut in tensor.grid.cuts]
-    return {
-        "dtype": tensor.leaf.dtype,
-        "shape": tensor.leaf.shape,
-        "placement": {"cuts": cuts, "files": tensor.writers.runs},
-    }
-
-
-def _cut(cut: Cut) -> dict[str, object]:
-    return {"step": cut} if isinstance(cut, int) else {"at": cut}
+    return encode_record(
+        CommitRecord(
+            state="committed",
+            ordinal=1,
+            attempt=ATTEMPT,
+            created="2026-01-31T12:00:00Z",
+            world_size=RANKS,
+            writer="holdfast benchmarks",
+            files=tuple(file for payload in received for file in payload.files),
+            tensors={
+                tensor.leaf.name: StoredTensor(
+                    dtype=tensor.leaf.dtype,
+                    shape=tensor.leaf.shape,
+                    placement=placement_of_grid(tensor.grid, tensor.writers),
+                )
+                for tensor in plan.tensors
+            },
+        )
+    )

@@ -1,14 +1,20 @@
-"""What holdfast does today, in half a minute: four real ranks, and faults on purpose.
+"""What holdfast does today, in half a minute: checkpoints and four real ranks, and faults on purpose.
 
 Run it with ``make demo``.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+
+from holdfast.catalog import Catalog
 from holdfast.coordination import TorchCoordinator
 from holdfast.errors import CheckpointError, SaveError
 from holdfast.resilience import (
@@ -68,6 +74,10 @@ def main() -> None:
     show_retry()
     show_breaker()
     show_rollback()
+    with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as folder:
+        show_save(folder)
+        show_kill_while_saving(folder)
+        show_flipped_bit(folder)
     say("starting four ranks ...")
     with RankGang(RANKS):
         pass  # torch is imported once, here; every later gang starts in a blink
@@ -122,6 +132,65 @@ def show_rollback() -> None:
         kept = storage.read("last.ckpt").decode()
         objects = [info.key for info in storage.list()]
         show("a save that fails half-way", f"{kept!r} is untouched, no debris ({objects[0]} only)")
+
+
+def state(step: int) -> dict[str, object]:
+    """32 MiB of what a training would save."""
+    random = np.random.default_rng(step)
+    weights = {f"layer{n}.weight": random.normal(size=(1024, 1024)) for n in range(4)}
+    return {"model": weights, "step": step, "betas": (0.9, 0.999)}
+
+
+def show_save(folder: str) -> None:
+    catalog = Catalog(folder)
+    began = time.monotonic()
+    info = catalog.write("last", state(100), step=100)
+    seconds = time.monotonic() - began
+    saved = catalog.read("last")
+    same = str(saved) == str(state(100))
+    show(
+        "a checkpoint, durable and verified",
+        f"{info.size_bytes / 1e6:.0f} MB on disk in {seconds:.2f} s, read back "
+        f"{'the same' if same else 'DIFFERENT'}",
+    )
+
+
+def die_half_way(folder: str) -> None:
+    """Overwrite the checkpoint, and be killed when half of it is written."""
+    written = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        if written > 16e6:
+            be_killed()
+
+    Catalog(folder).write("last", state(200), step=200, overwrite=True, progress=progress)
+
+
+def show_kill_while_saving(folder: str) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=die_half_way, args=(folder,))
+    child.start()
+    child.join()
+    catalog = Catalog(folder, lease_s=1)
+    (info,) = catalog.list()
+    damage = len(catalog.verify("last").damage)
+    show(
+        "killed (SIGKILL) while overwriting it",
+        f"exit code {child.exitcode}; step {info.step} is still there, {damage} damaged",
+    )
+
+
+def show_flipped_bit(folder: str) -> None:
+    shard = max(Path(folder, "last").glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    with shard.open("r+b") as file:
+        file.seek(20_000_000)
+        byte = file.read(1)[0]
+        file.seek(20_000_000)
+        file.write(bytes([byte ^ 1]))
+    (damage,) = Catalog(folder).verify("last").damage
+    show("one bit of 268 million flipped on the disk", "found:")
+    say(f"      {damage}")
 
 
 def show_fault(title: str, victim: int, fault: Callable[[], None]) -> None:

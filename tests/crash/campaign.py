@@ -2,11 +2,14 @@
 what is left. Knows what a catalog promises; the crashes themselves are the explorer's.
 """
 
+import contextlib
+import itertools
+import os
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,8 @@ ROOT = "runs"
 PLAIN = "plain/"
 
 MEMORY = Path("/dev/shm")
+MOST_VIOLATIONS = 20
+MOST_IMAGES = 10
 
 
 def state_of(value: int, elements: int = 900) -> dict[str, object]:
@@ -57,7 +62,8 @@ class Run:
 
     def __init__(self, base: Path, recorder: RecordingSystem) -> None:
         self.recorder = recorder
-        self.storage = LocalStorage(base / ROOT, system=recorder)
+        self.root = base / ROOT
+        self.storage = LocalStorage(self.root, system=recorder)
         self.catalog = Catalog(self.storage)
 
     def save(self, prefix: str, value: int, **options) -> None:
@@ -85,7 +91,7 @@ class Run:
         with self._promised(f"object {key}", None):
             self.storage.delete(key)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _promised(self, subject: str, value: object) -> Iterator[None]:
         self.recorder.mark("begin", subject, value)
         yield
@@ -102,7 +108,6 @@ class Workload:
     run: Callable[[Run], None]
     before: Callable[[Run], None] = lambda _: None
     then: Callable[[Run], None] | None = None
-    age_s: float = 1e8
 
 
 def _one(run: Run) -> None:
@@ -126,33 +131,27 @@ def _plain(run: Run) -> None:
 def _leftovers(run: Run) -> None:
     """Two checkpoints, one overwritten, and what saves left that died at several moments."""
     _two(run)
-    for kill_at in (9, 14, 21):
-        run.recorder.revive()
-        run.recorder.kill_at = kill_at
-        try:
-            run.catalog.write(f"dead_{kill_at}", state_of(5))
-        except Killed:
-            run.recorder.revive()
-    run.recorder.kill_at = 17
-    try:
-        run.catalog.write("step_1", state_of(6), overwrite=True)
-    except Killed:
-        run.recorder.revive()
+    for kill_at in (9, 14, 17, 19):
+        _killed(run, kill_at, lambda run: run.save("dead", 5, overwrite=True))
+        _killed(run, kill_at, lambda run: run.save("step_1", 6, overwrite=True))
 
 
-def _gc_now(run: Run) -> None:
-    """As ``gc``, on a day when the leases of the dead are over."""
-    for info in [*run.storage.list()]:
-        path = run.storage._root / info.key
-        if path.name.startswith("intent-"):
-            age(path)
+def _killed(run: Run, kill_at: int, act: Callable[[Run], None]) -> None:
+    run.recorder.kill_at = kill_at
+    with contextlib.suppress(Killed):
+        act(run)
+    run.recorder.revive()
+
+
+def _gc(run: Run) -> None:
     run.catalog.gc()
 
 
-def age(path: Path) -> None:
-    import os
-
-    os.utime(path, (1, 1))
+def _gc_later(run: Run) -> None:
+    """As ``gc``, on a day when the leases of the dead are over."""
+    for path in run.root.rglob("intent-*"):
+        os.utime(path, (1, 1))
+    run.catalog.gc()
 
 
 WORKLOADS = [
@@ -176,7 +175,7 @@ WORKLOADS = [
         ),
     ),
     Workload(name="plain objects", run=_plain),
-    Workload(name="gc", before=_leftovers, run=_gc_now),
+    Workload(name="gc", before=_leftovers, run=_gc_later),
     Workload(name="save after a kill", run=_one, then=lambda run: run.save("step_2", 2)),
     Workload(
         name="the same save after a kill",
@@ -193,32 +192,27 @@ WORKLOADS = [
         name="gc after a kill",
         before=_two,
         run=lambda run: run.save("step_1", 3, overwrite=True),
-        then=_gc_now,
+        then=_gc_later,
     ),
     Workload(
-        name="gc killed, then again",
-        before=_leftovers,
-        run=_gc_now,
-        then=_gc_now,
+        name="gc beside a save that is dead but has its lease",
+        before=_two,
+        run=lambda run: run.save("step_1", 3, overwrite=True),
+        then=_gc,
     ),
+    Workload(name="gc killed, then again", before=_leftovers, run=_gc_later, then=_gc_later),
 ]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How many crashes were looked at, how many of them look different from outside, and the
-    first that broke a promise."""
+    """How many states a crash could leave, how many of them differ in what a storage shows, the
+    first that broke a promise, and some to look at."""
 
-    states: int = 0
-    looks: int = 0
-    violations: list[str] = field(default_factory=list)
-    images: list[tuple[str, Image]] = field(default_factory=list)
-
-    def add(self, other: "Report") -> None:
-        self.states += other.states
-        self.looks += other.looks
-        self.violations += other.violations
-        self.images += other.images
+    states: int
+    looks: int
+    violations: list[str]
+    images: list[Image]
 
 
 Make = Callable[[Path], RecordingSystem]
@@ -226,16 +220,19 @@ Make = Callable[[Path], RecordingSystem]
 
 def recorded(workload: Workload, make: Make = RecordingSystem) -> Iterator[RecordingSystem]:
     """The workload's logs: one, or one for every operation it can be killed before."""
-    kill_at = 0
-    while True:
-        where = MEMORY if MEMORY.is_dir() else None
-        with tempfile.TemporaryDirectory(dir=where) as folder:
-            base = Path(folder)
-            quiet = RecordingSystem(base)
-            workload.before(Run(base, quiet))
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        before = Path(folder) / "before"
+        before.mkdir()
+        quiet = RecordingSystem(before)
+        workload.before(Run(before, quiet))
+        promised = [op for op in quiet.log if op.kind in {"begin", "promised"}]
+        for kill_at in itertools.count():
+            base = Path(folder) / f"{kill_at}"
+            shutil.copytree(before, base)
             recorder = make(base)
-            recorder.promised = [op for op in quiet.log if op.kind in {"begin", "promised"}]
+            recorder.log += promised
             if workload.then is None:
+                recorder.mark("start", "")
                 workload.run(Run(base, recorder))
                 yield recorder
                 return
@@ -244,10 +241,10 @@ def recorded(workload: Workload, make: Make = RecordingSystem) -> Iterator[Recor
                 workload.run(Run(base, recorder))
             except Killed:
                 recorder.revive()
-                recorder.mark("killed", "")
+                recorder.mark("start", "")
                 workload.then(Run(base, recorder))
                 yield recorder
-                kill_at += 1
+                shutil.rmtree(base)
             else:
                 return
 
@@ -261,64 +258,74 @@ def explore(
     ordered: bool = False,
 ) -> Report:
     """Crash the workload in about ``states`` different ways, or in all that there are."""
-    report = Report()
-    rng = random.Random(f"{workload.name} {seed}")
+    explorer = _Explorer(random.Random(f"{workload.name} {seed}"), ordered=ordered)
     logs = [*recorded(workload, make)]
-    seen: set[int] = set()
-    looks: dict[frozenset[tuple[str, bytes]], _Look] = {}
-    most = 48
-    while True:
-        before = len(seen)
-        for recorder in logs:
-            _crash_everywhere(
-                recorder, rng, most, report, seen, looks, workload.age_s, ordered=ordered
-            )
-            if len(seen) >= states:
-                break
-        if len(seen) >= states or len(seen) < before * 1.01:
-            break
-        most *= 2
-    report.states, report.looks = len(seen), len(looks)
-    return report
+    most = 32
+    for log in logs:
+        explorer.crash_everywhere(log, most)
+    found = -1
+    while found < len(explorer.seen) < states:
+        found, most = len(explorer.seen), most * 2
+        for log in logs:
+            if len(explorer.seen) < states:
+                explorer.crash_everywhere(log, most)
+    return explorer.report()
 
 
-def _crash_everywhere(
-    recorder: RecordingSystem,
-    rng: random.Random,
-    most: int,
-    report: Report,
-    seen: set[int],
-    looks: dict,
-    age_s: float,
-    *,
-    ordered: bool,
-) -> None:
-    disk = Disk(recorder)
-    allowed: dict[str, set[object]] = {}
-    for op in recorder.promised:
-        _expect(allowed, op)
-    phase = hash(frozenset(allowed))
-    begun = not any(op.kind == "killed" for op in recorder.log)
-    for number, op in enumerate(recorder.log):
-        if op.kind in {"begin", "promised", "killed"}:
-            begun = begun or op.kind == "killed"
-            _expect(allowed, op)
-            phase = hash(tuple(sorted((s, repr(sorted(map(str, v)))) for s, v in allowed.items())))
-        else:
-            disk.apply(op)
-        if not begun:
-            continue
-        for image in disk.images(rng, most, ordered=ordered):
-            key = hash((phase, frozenset(image.items())))
-            if key in seen:
-                continue
-            seen.add(key)
-            look = _look(image, looks, age_s)
-            for problem in look.problems(allowed):
-                if len(report.violations) < 20:
-                    report.violations.append(f"after operation {number} ({op.kind}): {problem}")
-            if rng.random() < 0.002:
-                report.images.append((str(number), image))
+class _Explorer:
+    """Crashes of one workload. The same bytes at a moment when other things were promised count
+    as another state."""
+
+    def __init__(self, rng: random.Random, *, ordered: bool) -> None:
+        self._rng = rng
+        self._ordered = ordered
+        self._looks: dict[frozenset[tuple[str, bytes]], _Look] = {}
+        self._violations: list[str] = []
+        self._images: list[Image] = []
+        self.seen: set[int] = set()
+
+    def report(self) -> Report:
+        return Report(
+            states=len(self.seen),
+            looks=len(self._looks),
+            violations=self._violations,
+            images=self._images,
+        )
+
+    def crash_everywhere(self, recorder: RecordingSystem, most: int) -> None:
+        disk = Disk(recorder)
+        allowed: dict[str, set[object]] = {}
+        started = False
+        for number, op in enumerate(recorder.log):
+            if op.kind in {"begin", "promised", "start"}:
+                started = started or op.kind == "start"
+                _expect(allowed, op)
+            else:
+                disk.apply(op)
+            if started:
+                promises = str(sorted((subject, sorted(map(str, v))) for subject, v in allowed.items()))
+                for image in disk.images(self._rng, most, ordered=self._ordered):
+                    key = hash((promises, frozenset(image.items())))
+                    if key not in self.seen:
+                        self.seen.add(key)
+                        self._judge(image, allowed, f"after operation {number} ({op.kind})")
+
+    def _judge(self, image: Image, allowed: Mapping[str, set[object]], when: str) -> None:
+        for problem in self._look(image).problems(allowed):
+            if len(self._violations) < MOST_VIOLATIONS:
+                self._violations.append(f"{when}: {problem}")
+        if len(self._images) < MOST_IMAGES and self._rng.random() < 0.01:
+            self._images.append(image)
+
+    def _look(self, image: Image) -> "_Look":
+        objects = visible(image, ROOT)
+        key = frozenset(objects.items())
+        if key not in self._looks:
+            storage = Recovered(objects)
+            found = observe(storage)
+            Catalog(storage).gc()
+            self._looks[key] = _Look(found, observe(storage))
+        return self._looks[key]
 
 
 def _expect(allowed: dict[str, set[object]], op) -> None:
@@ -338,7 +345,8 @@ class _Look:
             for subject in allowed.keys() | found.keys():
                 value = found.get(subject)
                 if value not in allowed.get(subject, {None}):
-                    yield f"{when}: {subject} is {_short(value)}, not one of {_short(allowed.get(subject))}"
+                    wanted = _short(allowed.get(subject))
+                    yield f"{when}, {subject} is {_short(value)}, not one of {wanted}"
         for subject in self.found.keys() | self.after_gc.keys():
             if self.found.get(subject) != self.after_gc.get(subject):
                 yield f"gc changed {subject}"
@@ -346,17 +354,6 @@ class _Look:
 
 def _short(value: object) -> str:
     return repr(value)[:120]
-
-
-def _look(image: Image, looks: dict, age_s: float) -> _Look:
-    objects = visible(image, ROOT)
-    key = frozenset(objects.items())
-    if key not in looks:
-        storage = Recovered(objects, age_s=age_s)
-        found = observe(storage)
-        Catalog(storage).gc()
-        looks[key] = _Look(found, observe(storage))
-    return looks[key]
 
 
 def observe(storage) -> dict[str, object]:
@@ -376,8 +373,6 @@ def observe(storage) -> dict[str, object]:
                 value = value_of(catalog.read(prefix))
                 if prefix not in listed:
                     value = f"unlisted {value}"
-                if not catalog.verify(prefix).is_intact:
-                    value = f"damaged {value}"
             except CheckpointError as error:
                 value = f"unreadable: {error}"
             found[f"checkpoint {prefix}"] = value

@@ -1,6 +1,6 @@
 """A storage over what a crash left, in memory. Knows keys and bytes; knows no disk.
 
-Everything that survived is old, so that no lease is alive any more, unless ``age_s`` says so.
+Everything that survived is old, so that no lease is alive any more.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ class Recovered:
 
     url = "crash://"
 
-    def __init__(self, objects: Mapping[str, bytes], *, age_s: float = 1e8) -> None:
+    def __init__(self, objects: Mapping[str, bytes]) -> None:
         self.objects = dict(objects)
-        self._modified = dict.fromkeys(objects, NOW_S - age_s)
+        self._modified = dict.fromkeys(objects, 0.0)
         self._versions = dict.fromkeys(objects, 0)
         self._changes = 0
 

@@ -20,6 +20,7 @@ from holdfast.catalog._survey import survey
 from holdfast.catalog._verify import VerifyReport, verify_checkpoint
 from holdfast.catalog._writing import Facts, collect_leaves, record_of, write_leaves
 from holdfast.contracts import Clock, Storage
+from holdfast.errors import LoadError
 from holdfast.format import CompressionLevel, encode_value
 from holdfast.storage import open_storage
 
@@ -118,8 +119,18 @@ class Catalog:
     def read(
         self, prefix: str, names: Iterable[str] | None = None, *, progress: Tick = lambda _: None
     ) -> object:
-        """The state as it was saved, verified; see ``OpenCheckpoint.read_tree``."""
-        return self.open(prefix).read_tree(names, progress=progress)
+        """The state as it was saved, verified; see ``OpenCheckpoint.read_tree``.
+
+        One that is replaced meanwhile is read again: the old one or the new one, whole.
+        """
+        while True:
+            found = find_committed(self._storage, check_prefix("prefix", prefix))
+            try:
+                return OpenCheckpoint(self._storage, found).read_tree(names, progress=progress)
+            except LoadError:
+                now = find_committed(self._storage, prefix)
+                if now.record.attempt == found.record.attempt:
+                    raise
 
     def verify(
         self, prefix: str, *, part: tuple[int, int] = (1, 1), progress: Tick = lambda _: None

@@ -39,7 +39,8 @@ def collect_garbage(storage: Storage, *, tombstone_s: float = TOMBSTONE_S) -> Gc
     """
     now_s = storage_time(storage)
     folders = survey(storage, now_s)
-    given_up = {folder.prefix for folder in folders.values() if _give_up(storage, folder)}
+    readable = all(folder.problem is None for folder in folders.values())
+    given_up = {f.prefix for f in folders.values() if readable and _give_up(storage, f)}
     needed = needed_in(folders.values(), given_up=given_up)
     deleted: list[str] = []
     kept: dict[str, str] = {}
@@ -60,7 +61,7 @@ def collect_garbage(storage: Storage, *, tombstone_s: float = TOMBSTONE_S) -> Gc
 
 def _give_up(storage: Storage, folder: Folder) -> bool:
     """Fence off the saves of a folder that are not alive, unless that would stop one that is."""
-    if not folder.intents or folder.alive or folder.problem is not None:
+    if not folder.intents or folder.alive:
         return False
     return fence(storage, folder.prefix, folder.found)
 
@@ -77,7 +78,10 @@ def _collect(
     if needed.blind and (
         folder.intents or any(key not in named for keys in folder.shards.values() for key in keys)
     ):
-        return "a commit record in this storage cannot be read, and it may refer to these files"
+        return (
+            "a commit record or an intent in this storage cannot be read, and it may refer to "
+            "these files"
+        )
     if folder.intents and not fenced:
         return "it changed while gc was looking"
     for attempt, keys in folder.shards.items():

@@ -11,7 +11,6 @@ from typing import Final
 import msgspec
 
 import holdfast
-
 from holdfast.catalog._names import new_attempt, record_key
 from holdfast.contracts import SMALL_OBJECT_BYTES, ObjectInfo, Storage
 from holdfast.errors import (

@@ -44,8 +44,8 @@ def delete_checkpoint(storage: Storage, prefix: str) -> None:
     fences = found.record.fence
     version = _bury(storage, prefix, found.info.version, fences)
     with _gone(storage, prefix):
-        _delete_own(storage, found)
-        if not fences:
+        folder = _delete_own(storage, found)
+        if not fences and (folder is None or not folder.intents):
             lift(storage, prefix, version)
 
 
@@ -60,11 +60,14 @@ def delete_replaced(storage: Storage, replaced: Found) -> None:
         _log.warning("files of the replaced %s stay until gc: %s", replaced.prefix, error)
 
 
-def _delete_own(storage: Storage, gone: Found) -> None:
-    """Delete the files in its own folder of a record that is no more, but for those needed."""
+def _delete_own(storage: Storage, gone: Found) -> Folder | None:
+    """Delete the files in its own folder of a record that is no more, but for those needed.
+    Returns what was in that folder."""
     own = [f"{gone.prefix}/{file.name}" for file in gone.record.files if file.prefix is None]
-    needed = needed_in(survey(storage, storage_time(storage)).values())
+    folders = survey(storage, storage_time(storage))
+    needed = needed_in(folders.values())
     _delete_all(storage, [key for key in own if not needed.holds(key)])
+    return folders.get(gone.prefix)
 
 
 def roll_back(storage: Storage, prefix: str) -> None:
@@ -84,7 +87,7 @@ def roll_back(storage: Storage, prefix: str) -> None:
             path=f"{storage.url}/{prefix}",
         )
     fences = _fences(folder)
-    version = _bury(storage, prefix, _version(storage, prefix), fences)
+    version = _bury(storage, prefix, _version(storage, folder), fences)
     with _gone(storage, prefix):
         needed = needed_in(survey(storage, storage_time(storage)).values(), given_up={prefix})
         if needed.blind:
@@ -111,11 +114,10 @@ def _fences(folder: Folder) -> int:
     return before + (1 if folder.intents or folder.problem is not None else 0)
 
 
-def _version(storage: Storage, prefix: str) -> str | None:
-    try:
-        return storage.stat(record_key(prefix)).version
-    except ObjectNotFoundError:
-        return None
+def _version(storage: Storage, folder: Folder) -> str | None:
+    if folder.problem is not None:
+        return storage.stat(record_key(folder.prefix)).version
+    return None if folder.found is None else folder.found.info.version
 
 
 def _bury(storage: Storage, prefix: str, over: str | None, fences: int) -> str:

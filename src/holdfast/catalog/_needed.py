@@ -61,6 +61,6 @@ def unnamed(
         found = find_record(storage, prefix)
         if found is None or not found.is_committed:
             return [*keys]
-        named = {file.name for file in found.record.files if file.prefix is None}
+        named = {file.name for file in found.record.files if file.prefix in {None, prefix}}
         return [key for key in keys if key.removeprefix(f"{prefix}/") not in named]
     return None

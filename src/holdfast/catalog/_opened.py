@@ -1,7 +1,7 @@
 """One committed checkpoint, open for reading as NumPy. Knows its record and its tensors."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from holdfast.catalog._committed import Found
 from holdfast.catalog._info import CheckpointInfo, info_of
+from holdfast.catalog._names import record_key
 from holdfast.catalog._reading import TensorReader, Tick, Want
 from holdfast.catalog._shard_write import as_bytes
 from holdfast.contracts import Storage
-from holdfast.errors import LoadError
+from holdfast.errors import CorruptedError, IncompatibleVersionError, LoadError
 from holdfast.format import LeafRef, StoredTensor, decode_value, dtype_of, numpy_dtype
 from holdfast.reshard import Box
 
@@ -60,7 +61,7 @@ class OpenCheckpoint:
     @property
     def custom(self) -> object:
         """The custom metadata it was saved with."""
-        return decode_value(self._found.record.custom)
+        return self._decoded(self._found.record.custom, "custom", None)
 
     def read(
         self, name: str, start: tuple[int, ...] | None = None, stop: tuple[int, ...] | None = None
@@ -81,6 +82,10 @@ class OpenCheckpoint:
 
         ``progress`` is told the number of bytes, from several threads, as they are read.
         """
+        if isinstance(names, str):
+            raise ValueError(  # noqa: TRY004 -- as every refusal of an argument
+                f"names must be several patterns, as [{names!r}], not one text"
+            )
         patterns = ["*"] if names is None else list(names)
         wanted = {
             name: (tensor, Box.whole(tensor.shape))
@@ -97,9 +102,13 @@ class OpenCheckpoint:
         arrays = self.read_all(names, progress=progress)
 
         def leaf(ref: LeafRef) -> object:
+            if ref.name not in self._found.record.tensors:
+                raise CorruptedError(
+                    f"the tree refers to a tensor {ref.name!r} that the checkpoint has not"
+                )
             return arrays.get(ref.name, ref)
 
-        return decode_value(self._found.record.tree, leaf=leaf)
+        return self._decoded(self._found.record.tree, "state", leaf)
 
     def read_into(self, arrays: Mapping[str, Array], *, progress: Tick = lambda _: None) -> None:
         """Fill arrays with the tensors of those names. They must be contiguous, writable, and of
@@ -133,6 +142,14 @@ class OpenCheckpoint:
             tick=tick,
         )
         return arrays
+
+    def _decoded(
+        self, encoded: object, root: str, leaf: Callable[[LeafRef], object] | None
+    ) -> object:
+        try:
+            return decode_value(encoded, leaf=leaf, root=root)
+        except (CorruptedError, IncompatibleVersionError) as error:
+            raise type(error)(error.message, path=record_key(self._found.prefix)) from error
 
     def _empty(self, name: str, tensor: StoredTensor, box: Box) -> Array:
         self._reader.check_stored(name, box)

@@ -11,7 +11,7 @@ from holdfast.reshard import Box, Grid, IndexRuns, check_coverage
 
 def placement_of_grid(grid: Grid, files: IndexRuns) -> Placement:
     """How the record writes a grid and the files of its cells."""
-    cuts = tuple(Cut(step=cut) if isinstance(cut, int) else Cut(at=cut) for cut in grid.cuts)
+    cuts = tuple(Cut(step=cut) if isinstance(cut, int) else Cut(at=cut.runs) for cut in grid.cuts)
     return Placement(cuts=cuts, files=files.runs)
 
 
@@ -43,7 +43,8 @@ class StoredBoxes:
         files = IndexRuns(runs=placement.files)
         if placement.boxes is None:
             cuts = tuple(
-                (cut.at or ()) if cut.step is None else cut.step for cut in placement.cuts or ()
+                IndexRuns(runs=cut.at or ()) if cut.step is None else cut.step
+                for cut in placement.cuts or ()
             )
             return cls(tensor=tensor, files=files, grid=Grid(tensor.shape, cuts), boxes=())
         boxes = tuple(

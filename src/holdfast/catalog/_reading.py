@@ -3,6 +3,7 @@
 Knows the record and its shards. It fills bytes; what they are is the caller's business.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from itertools import islice
 
 import numpy as np
 
+from holdfast.catalog._committed import find_record
 from holdfast.catalog._lanes import run_all
 from holdfast.catalog._placing import StoredBoxes, box_bounds
 from holdfast.catalog._read_plan import BATCH_BYTES, Piece, plan_box
@@ -22,7 +24,14 @@ from holdfast.catalog._shard_read import (
     run_bytes,
 )
 from holdfast.contracts import Storage
-from holdfast.errors import CheckpointNotFoundError, CorruptedError, StorageError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptedError,
+    LoadError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from holdfast.format import (
     CHUNK_BYTES,
     CommitRecord,
@@ -75,7 +84,9 @@ class TensorReader:
         to be ``check_stored`` first."""
 
         def run(batch: Sequence[_Job]) -> None:
-            for bad in _run_batch(self._storage, batch):
+            with self._telling_missing_files():
+                damaged = _run_batch(self._storage, batch)
+            for bad in damaged:
                 raise bad.error()
             tick(sum(job.nbytes for job in batch))
 
@@ -95,7 +106,8 @@ class TensorReader:
             if index not in self._shards:
                 file = self._record.files[index]
                 key = f"{file.prefix or self._prefix}/{file.name}"
-                self._shards[index] = open_shard(self._storage, key, file)
+                with self._telling_missing_files():
+                    self._shards[index] = open_shard(self._storage, key, file)
             return self._shards[index]
 
     def placed(self, name: str, box: Box, index: int) -> PlacedEntry:
@@ -138,8 +150,9 @@ class TensorReader:
 
         def run(batch: Sequence[_Job]) -> None:
             try:
-                bad.extend(_run_batch(self._storage, batch, keep=False))
-            except StorageError as error:
+                with self._telling_missing_files():
+                    bad.extend(_run_batch(self._storage, batch, keep=False))
+            except (CorruptedError, StorageError) as error:
                 if error.transient:
                     raise
                 bad.extend(_unreadable(batch, error))
@@ -156,6 +169,20 @@ class TensorReader:
         for part, index in stored.within(box):
             self.placed(name, part, index)
 
+    @contextlib.contextmanager
+    def _telling_missing_files(self) -> Iterator[None]:
+        """A file that is not there is damage, unless the checkpoint itself is not there."""
+        try:
+            yield
+        except ObjectNotFoundError as error:
+            found = find_record(self._storage, self._prefix)
+            if found is None or found.record.attempt != self._record.attempt:
+                raise LoadError(
+                    "this checkpoint was deleted or replaced since it was opened; open it again",
+                    path=f"{self._storage.url}/{self._prefix}",
+                ) from error
+            raise CorruptedError("a file of the checkpoint is missing", path=error.path) from error
+
     def _all_chunks(self, indexes: Iterable[int]) -> Iterator[_Job]:
         step = BATCH_BYTES // CHUNK_BYTES
         for index in indexes:
@@ -167,7 +194,7 @@ class TensorReader:
                     yield _Job(shard=shard, placed=placed, piece=piece, into=memoryview(b""))
 
 
-def _unreadable(batch: Sequence[_Job], error: StorageError) -> Iterator[BadChunk]:
+def _unreadable(batch: Sequence[_Job], error: CheckpointError) -> Iterator[BadChunk]:
     for job in batch:
         yield BadChunk(
             key=job.shard.key,

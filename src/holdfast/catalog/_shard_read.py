@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.contracts import ReadRange, Storage
-from holdfast.errors import CorruptedError, ObjectNotFoundError
+from holdfast.errors import CorruptedError
 from holdfast.format import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -36,12 +36,9 @@ class OpenShard:
 
 
 def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
-    """``CorruptedError`` if the file is missing, of another size, or its header or table are not
-    what the commit record says they were."""
-    try:
-        size = storage.stat(key).size_bytes
-    except ObjectNotFoundError as error:
-        raise CorruptedError("a file of the checkpoint is missing", path=key) from error
+    """``CorruptedError`` if the file is of another size, or its header or table are not what the
+    commit record says they were. ``ObjectNotFoundError`` if it is missing."""
+    size = storage.stat(key).size_bytes
     if size != expected.size_bytes:
         raise CorruptedError(
             f"a file of the checkpoint has {size} bytes, but {expected.size_bytes} were written",

@@ -10,7 +10,7 @@ from holdfast.catalog._committed import Found, find_committed
 from holdfast.catalog._placing import StoredBoxes
 from holdfast.catalog._reading import TensorReader, Tick
 from holdfast.contracts import Storage
-from holdfast.errors import CheckpointError, CorruptedError, IncompatibleVersionError
+from holdfast.errors import CheckpointError, CorruptedError, IncompatibleVersionError, LoadError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,6 @@ def _check_tensors(
 
 def _damage(error: CheckpointError, tensor: str | None = None) -> Damage:
     """What an error says, unless trying again may help: that is raised."""
-    if error.transient:
+    if error.transient or isinstance(error, LoadError):
         raise error
     return Damage(file=error.path or "", tensor=tensor, problem=error.message)

@@ -36,6 +36,7 @@ comes first, is known."""
 
 _HEADER_BYTES: Final = 16 * 1024 * 1024
 _ENTRY_HEADER_BYTES: Final = 160
+_NAME_CHARS: Final = 1000
 
 Array = npt.NDArray[np.generic]
 
@@ -52,16 +53,17 @@ class Facts:
 def collect_leaves(state: object) -> tuple[object, dict[str, Array]]:
     """The tree as the record keeps it, and the arrays it refers to by name.
 
-    A leaf is called after its place, ``model.weight`` for ``state["model"]["weight"]``.
-    ``SaveError`` for what cannot be stored.
+    A leaf is called after its place, ``model.weight`` for ``state["model"]["weight"]``; if that
+    is taken, ``~2`` and so on is added. ``SaveError`` for what cannot be stored.
     """
     leaves: dict[str, Array] = {}
 
     def leaf(path: ValuePath, value: object) -> LeafRef | None:
-        if type(value) is not np.ndarray or not _storable(value):
+        array = _storable(value)
+        if array is None:
             return None
-        name = _free_name(".".join(str(part) for part in path) or "state", leaves)
-        leaves[name] = value
+        name = _free_name(_leaf_name(path), leaves)
+        leaves[name] = array
         return LeafRef(kind="array", name=name)
 
     return encode_value(state, leaf=leaf), leaves
@@ -165,12 +167,24 @@ def _sources(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[_
             )
 
 
-def _storable(array: Array) -> bool:
+def _storable(value: object) -> Array | None:
+    """``value`` as an array for a shard, in this machine's byte order, or ``None`` if it is no
+    array or of a dtype that no shard has."""
+    if type(value) is np.memmap:
+        value = value.view(np.ndarray)
+    if type(value) is not np.ndarray:
+        return None
+    native = value.dtype.newbyteorder("=") if value.dtype.names is None else value.dtype
     try:
-        dtype_of_numpy(array.dtype)
+        dtype_of_numpy(native)
     except ValueError:
-        return False
-    return True
+        return None
+    return value.astype(native, copy=False)
+
+
+def _leaf_name(path: ValuePath) -> str:
+    name = ".".join(str(part) for part in path) or "state"
+    return name.encode("utf-8", "backslashreplace").decode()[:_NAME_CHARS]
 
 
 def _free_name(name: str, taken: Mapping[str, Any]) -> str:

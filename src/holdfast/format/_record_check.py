@@ -7,7 +7,6 @@ is not checked here; that they have as many elements as the tensor is.
 import math
 import re
 from datetime import datetime
-from itertools import pairwise
 from typing import Final
 
 from holdfast import _checks
@@ -129,11 +128,22 @@ def _check_cut(cut: Cut, size: int, dimension: int) -> int:
             raise ValueError(f"dimension {dimension} of size {size} has no step {cut.step}")
         return -(-size // cut.step) if size else 1
     if cut.at is not None and cut.step is None:
-        edges = (0, *cut.at, size)
-        if any(left >= right for left, right in pairwise(edges)):
-            raise ValueError(f"the cuts of dimension {dimension} do not rise from 0 to {size}")
-        return len(cut.at) + 1
+        return _check_positions(cut.at, size, dimension) + 1
     raise ValueError(f"the cut of dimension {dimension} must have either step or at")
+
+
+def _check_positions(runs: tuple[tuple[int, int, int], ...], size: int, dimension: int) -> int:
+    positions = before = 0
+    for first, step, count in runs:
+        last = first + step * (count - 1)
+        if count < 1 or first <= before or (step < 1 and count > 1) or last >= size:
+            raise ValueError(
+                f"the cuts of dimension {dimension} do not rise from 0 to {size} "
+                f"in the run [{first}, {step}, {count}]"
+            )
+        positions += count
+        before = last
+    return positions
 
 
 def _check_boxes(boxes: tuple[tuple[tuple[int, int], ...], ...], shape: tuple[int, ...]) -> int:

@@ -41,10 +41,11 @@ class Cut(
     omit_defaults=True,
     gc=False,
 ):
-    """How one dimension is cut: every ``step`` elements, or ``at`` the inner positions."""
+    """How one dimension is cut: every ``step`` elements, or ``at`` the inner positions, which are
+    runs ``(first, step, count)`` as those of ``Placement.files``, and rise."""
 
     step: Count | None = None
-    at: tuple[Count, ...] | None = None
+    at: tuple[tuple[Count, Count, Count], ...] | None = None
 
 
 class Placement(

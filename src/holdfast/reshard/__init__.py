@@ -12,7 +12,7 @@ from holdfast.reshard._leaves import (
     group_ranks,
     leaf_list_digest,
 )
-from holdfast.reshard._load import ChunkRun, Load, Read, Stored, plan_load, plan_reads
+from holdfast.reshard._load import Load, plan_load
 from holdfast.reshard._mesh import (
     MeshGrid,
     Part,
@@ -29,7 +29,6 @@ from holdfast.reshard._save import SavePlan, TensorPlan, Write, plan_save
 __all__ = [
     "Box",
     "ByteRuns",
-    "ChunkRun",
     "CopyRuns",
     "CoverageProblem",
     "Cut",
@@ -46,12 +45,10 @@ __all__ = [
     "Part",
     "Placement",
     "RankGroup",
-    "Read",
     "Replicate",
     "SavePlan",
     "Shard",
     "Span",
-    "Stored",
     "StridedShard",
     "TensorPlan",
     "Write",
@@ -63,7 +60,6 @@ __all__ = [
     "leaf_list_digest",
     "mesh_grid",
     "plan_load",
-    "plan_reads",
     "plan_save",
     "row_runs",
     "split_box",

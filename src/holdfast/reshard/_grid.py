@@ -1,6 +1,5 @@
 """Knows how a tensor is cut into a grid of cells. Knows not who holds or where lies a cell."""
 
-import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -8,9 +7,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from holdfast.reshard._box import Box, positions
+from holdfast.reshard._runs import IndexRuns, Ints
 
-Cut = int | tuple[int, ...]
-"""How one dimension is cut: every ``step`` elements, or at these inner positions."""
+Cut = int | IndexRuns
+"""How one dimension is cut: every ``step`` elements, or at these inner positions, which rise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Grid:
     """A tensor of ``shape`` cut across every dimension; cells are numbered in row-major order.
 
     A dimension with one cell has its own size as step. A tensor without elements has one cell.
-    Every element is in exactly one cell: that is all a grid can say, whatever its cuts.
+    Every element is in exactly one cell: that is all a grid can say, whatever its cuts. Cuts are
+    never expanded: what is done with a grid costs by its runs, not by its cells.
     """
 
     shape: tuple[int, ...]
@@ -39,8 +40,9 @@ class Grid:
         return cls(shape, shape)
 
     @classmethod
-    def of_cuts(cls, shape: tuple[int, ...], at: Sequence[Sequence[int]]) -> Self:
-        """The grid with these inner cut positions per dimension; equal ones become a step."""
+    def of_cuts(cls, shape: tuple[int, ...], at: Sequence[Ints | list[int]]) -> Self:
+        """The grid with these inner cut positions per dimension, in the form that records have:
+        equal ones are a step, others the runs of ``IndexRuns.of``."""
         return cls(shape, tuple(map(_plainest, shape, at)))
 
     @property
@@ -90,7 +92,7 @@ class Grid:
         cut = self.cuts[dim]
         if isinstance(cut, int):
             return start // cut, (stop - 1) // cut + 1
-        return bisect.bisect_right(cut, start), bisect.bisect_left(cut, stop) + 1
+        return cut.below(start + 1), cut.below(stop) + 1
 
 
 def _check_cut(size: int, cut: Cut) -> None:
@@ -98,10 +100,11 @@ def _check_cut(size: int, cut: Cut) -> None:
         if not min(size, 1) <= cut <= size:
             raise ValueError(f"a dimension of {size} cannot be cut every {cut} elements")
         return
-    positions(("cut positions", cut))
-    edges = (0, *cut, size)
-    if cut and any(low >= high for low, high in itertools.pairwise(edges)):
-        raise ValueError(f"cut positions must rise, between 0 and {size}, not be {edges[1:-1]}")
+    if not isinstance(cut, IndexRuns):
+        raise ValueError(f"a cut is a step or IndexRuns, not {cut!r}")  # noqa: TRY004 -- as below
+    low, high = cut.bounds
+    if cut.runs and not (0 < low and high < size and cut.rises):
+        raise ValueError(f"cut positions must rise, between 0 and {size}, not be {cut.runs}")
 
 
 def _count(size: int, cut: Cut) -> int:
@@ -110,10 +113,12 @@ def _count(size: int, cut: Cut) -> int:
     return len(cut) + 1
 
 
-def _plainest(size: int, at: Sequence[int]) -> Cut:
-    inner = list(at)
-    if not inner:
-        return size
-    if inner[0] > 0 and inner == list(range(inner[0], size, inner[0])):
-        return inner[0]
-    return tuple(inner)
+def _plainest(size: int, at: Ints | list[int]) -> Cut:
+    cut = IndexRuns.of(at)
+    match cut.runs:
+        case ():
+            return size
+        case ((first, step, count),) if count == 1 or step == first:
+            if first * count < size <= first * (count + 1):
+                return first
+    return cut

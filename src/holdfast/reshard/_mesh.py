@@ -86,7 +86,7 @@ class MeshGrid:
         """The cells: what one coordinate holds is one of them, several, or nothing."""
         if 0 in self.shape:
             return Grid.whole(self.shape)
-        axes = [np.sort(self._axis(dim).starts)[1:].tolist() for dim in range(len(self.shape))]
+        axes = [np.sort(self._axis(dim).starts)[1:] for dim in range(len(self.shape))]
         return Grid.of_cuts(self.shape, axes)
 
     def owners(self) -> tuple[Ints, Ints]:

@@ -15,7 +15,8 @@ Ints = npt.NDArray[np.int64]
 class IndexRuns:
     """Numbers, 0 or more, in order: each run ``(first, step, count)`` is first, first + step, ...
 
-    Files of a grid's cells and ranks of a mesh are kept so: 8,192 of them are mostly one run.
+    Cuts of a grid, files of its cells and ranks of a mesh are kept so: 8,192 of them are one run
+    or a few. A run of one number may have any step.
     """
 
     runs: tuple[tuple[int, int, int], ...]
@@ -55,6 +56,25 @@ class IndexRuns:
         ]
         return (min(ends), max(ends)) if ends else (0, -1)
 
+    @property
+    def rises(self) -> bool:
+        """Whether each number is larger than the one before it. Costs a look at every run."""
+        before = -1
+        for first, step, count in self.runs:
+            if first <= before or (step < 1 and count > 1):
+                return False
+            before = first + step * (count - 1)
+        return True
+
+    def below(self, value: int) -> int:
+        """How many of the numbers, which must rise, are less than ``value``; found by halving."""
+        at = bisect.bisect_left(self.runs, value, key=_first) - 1
+        if at < 0:
+            return 0
+        first, step, count = self.runs[at]
+        reached = 1 if count == 1 else min(count, -((first - value) // step))
+        return self._ends[at] - count + reached
+
     def array(self) -> Ints:
         """All of the numbers, expanded."""
         parts = [first + step * np.arange(count) for first, step, count in self.runs]
@@ -74,3 +94,7 @@ class IndexRuns:
         for first, step, count in self.runs:
             for index in range(count):
                 yield first + step * index
+
+
+def _first(run: tuple[int, int, int]) -> int:
+    return run[0]

@@ -18,7 +18,7 @@ from pathlib import Path
 from holdfast import _checks
 from holdfast.contracts import Data, ObjectInfo, ReadRange
 from holdfast.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StorageError
-from holdfast.storage._folders import Folders, translated
+from holdfast.storage._folders import Folders, sync, translated
 from holdfast.storage._new_file import RESERVED, NewFile, hidden_files
 from holdfast.storage._ordered import OrderedWriter
 from holdfast.storage._ranges import check_ranges, small
@@ -112,13 +112,15 @@ class LocalStorage:
             try:
                 with self._folders.existing(parts) as folder:
                     self._delete(name, folder)
+                    sync(self._system, folder)  # also if another removed it, and then died
             except (FileNotFoundError, NotADirectoryError):
                 return
         self._folders.remove_empty(parts)
 
     def free_bytes(self) -> int | None:
-        nearest = next(path for path in (self._root, *self._root.parents) if path.exists())
-        found = os.statvfs(nearest)
+        with translated("ask for the free space", self.url):
+            nearest = next(path for path in (self._root, *self._root.parents) if path.exists())
+            found = os.statvfs(nearest)
         return found.f_bavail * found.f_frsize
 
     def sweep(self, older_than_s: float) -> int:
@@ -158,7 +160,8 @@ class LocalStorage:
             except NotADirectoryError:
                 raise ObjectNotFoundError("there is no such object", path=key) from None
         try:
-            found = os.fstat(fd)
+            with translated("read the object", key):
+                found = os.fstat(fd)
             if modes.S_ISDIR(found.st_mode):
                 raise ObjectNotFoundError("there is no such object", path=key)
             if not modes.S_ISREG(found.st_mode):
@@ -168,10 +171,10 @@ class LocalStorage:
             self._system.close(fd)
 
     def _fill(self, key: str, fd: int, ranges: Sequence[ReadRange], *, direct: bool) -> None:
-        if direct and sum(wanted.into.nbytes for wanted in ranges) < _DIRECT_FROM_BYTES:
-            self._system.make_buffered(fd)
-            direct = False
         with translated("read the object", key):
+            if direct and sum(wanted.into.nbytes for wanted in ranges) < _DIRECT_FROM_BYTES:
+                self._system.make_buffered(fd)
+                direct = False
             try:
                 read_ranges(self._system, fd, ranges, direct=direct, buffers=self._buffers)
             except EOFError as error:
@@ -185,11 +188,10 @@ class LocalStorage:
             raise ObjectChangedError(f"expected version {expected}, found {found}", path=key)
 
     def _delete(self, name: str, folder: int) -> None:
-        if modes.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            return
-        with self._lock():
-            self._system.unlink(name, folder)
-        self._system.sync(folder)
+        with contextlib.suppress(FileNotFoundError):
+            if not modes.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                with self._lock():
+                    self._system.unlink(name, folder)
 
     @contextlib.contextmanager
     def _unchanged(self, key: str, expected: str) -> Iterator[None]:

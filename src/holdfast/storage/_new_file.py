@@ -2,12 +2,13 @@
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from holdfast.storage._folders import Folders
+from holdfast.storage._folders import Folders, sync
 from holdfast.storage._system import System
 
 RESERVED = ".holdfast"
@@ -16,6 +17,8 @@ RESERVED = ".holdfast"
 _ATTEMPTS = 20
 _MILLISECOND_NS = 1_000_000
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+_log = logging.getLogger("holdfast.storage")
 
 Lock = Callable[[], AbstractContextManager[None]]
 
@@ -53,7 +56,7 @@ class NewFile:
             self._system.truncate(self.fd, size_bytes)
         tick_ns = os.fstat(self.fd).st_mtime_ns // _MILLISECOND_NS * _MILLISECOND_NS
         self._system.set_modified(self.fd, tick_ns + secrets.randbelow(_MILLISECOND_NS))
-        self._system.sync(self.fd)
+        sync(self._system, self.fd)
 
     def publish(self, name: str, lock: Lock) -> os.stat_result:
         """Give the sealed file its name under ``lock``, in place of what has it now. Durable on
@@ -65,7 +68,7 @@ class NewFile:
             except BaseException:
                 self._hidden = hidden
                 raise
-        self._system.sync(self._folder)
+        sync(self._system, self._folder)
         return os.fstat(self.fd)
 
     def publish_new(self, name: str, lock: Lock) -> os.stat_result:
@@ -81,7 +84,7 @@ class NewFile:
                 raise
             return self.publish(name, lambda: self._free(name, lock))
         self._remove_hidden()
-        self._system.sync(self._folder)
+        sync(self._system, self._folder)
         return os.fstat(self.fd)
 
     @contextlib.contextmanager
@@ -95,12 +98,10 @@ class NewFile:
         """Remove the file unless it was published. Idempotent."""
         if self.fd < 0:
             return
-        try:
-            self._remove_hidden()
-        finally:
-            fd, self.fd = self.fd, -1
-            self._system.close(fd)
-            self._system.close(self._folder)
+        self._remove_hidden()
+        fd, self.fd = self.fd, -1
+        self._system.close(fd)
+        self._system.close(self._folder)
 
     def _take_hidden(self) -> str:
         hidden, self._hidden = self._hidden, None
@@ -108,9 +109,17 @@ class NewFile:
         return hidden
 
     def _remove_hidden(self) -> None:
-        if self._hidden is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._system.unlink(self._take_hidden(), self._folder)
+        """What cannot be removed is seen by nobody and swept one day: it must neither undo a
+        publication nor hide the error that made the file useless."""
+        if self._hidden is None:
+            return
+        hidden = self._take_hidden()
+        try:
+            self._system.unlink(hidden, self._folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("the hidden file %s stays until a sweep: %s", hidden, error)
 
 
 def exists(name: str, folder: int) -> bool:

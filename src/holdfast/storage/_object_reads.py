@@ -11,11 +11,12 @@ from holdfast.contracts import ReadRange
 GAP_BYTES: Final = 1024 * 1024
 """Bytes that are cheaper to read and drop than to ask for twice."""
 
-REQUEST_BYTES: Final = 16 * 1024 * 1024
+REQUEST_BYTES: Final = 8 * 1024 * 1024
 """The most one request asks for."""
 
 THREADS: Final = 4
-"""How many requests are under way at a time, each holding its bytes until they are copied."""
+"""How many requests are under way at a time, each holding its bytes twice until they are copied:
+obstore collects a body in pieces and then joins them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from holdfast.contracts import ReadRange
+from holdfast.reshard import Span, coalesce
 from holdfast.storage._system import BLOCK_BYTES, System
 
 BUFFER_BYTES = 4 * 1024 * 1024
@@ -23,6 +24,7 @@ IN_FLIGHT = 4
 """Requests at once for one stream; with ``BUFFER_BYTES`` also what a stream holds in memory."""
 
 _KEPT_BUFFERS = 8
+_GAP_BYTES = 64 * 1024
 
 Buffer = memoryview
 
@@ -191,27 +193,19 @@ def write_all(
         data, offset = data[written:], offset + written
 
 
-class _Block:
-    """Up to a buffer of one range: where in the file, and where in memory."""
-
-    __slots__ = ("into", "start")
-
-    def __init__(self, start: int, into: memoryview) -> None:
-        self.start = start
-        self.into = into
-
-
 def read_ranges(
     system: System, fd: int, ranges: Sequence[ReadRange], *, direct: bool, buffers: Buffers
 ) -> None:
-    """Fill every range, which must lie inside the file. Several requests are in flight if there
-    is work for them."""
-    blocks = collections.deque(
-        _Block(wanted.start + done, view[done : done + BUFFER_BYTES])
-        for wanted in ranges
-        if wanted.into.nbytes
-        for view in [wanted.into.cast("B")]
-        for done in range(0, len(view), BUFFER_BYTES)
+    """Fill every range, which must lie inside the file. Neighbours are read together, long ones
+    in parts, and several requests are in flight if there is work for them."""
+    views = [wanted.into.cast("B") if wanted.into.nbytes else wanted.into for wanted in ranges]
+    spans = collections.deque(
+        coalesce(
+            [(wanted.start, wanted.into.nbytes) for wanted in ranges],
+            max_gap=_GAP_BYTES,
+            max_bytes=BUFFER_BYTES,
+            split=True,
+        )
     )
     errors: list[BaseException] = []
 
@@ -219,19 +213,16 @@ def read_ranges(
         try:
             while not errors:
                 try:
-                    block = blocks.popleft()
+                    span = spans.popleft()
                 except IndexError:
                     return
-                if direct:
-                    _read_direct(system, fd, block, buffers)
-                else:
-                    size = len(block.into)
-                    _read_exactly(system, fd, block.into, block.start, enough=size, direct=False)
+                targets = [_part(span, ranges[index].start, views[index]) for index in span.members]
+                _read_span(system, fd, span, targets, direct=direct, buffers=buffers)
         except BaseException as error:  # noqa: BLE001 -- raised by the calling thread
             errors.append(error)
 
     threads = []
-    for _ in range(min(IN_FLIGHT, len(blocks) // 2) - 1):
+    for _ in range(min(IN_FLIGHT, len(spans) // 2) - 1):
         thread = threading.Thread(target=work, name="holdfast-read")
         try:
             thread.start()
@@ -245,16 +236,34 @@ def read_ranges(
         raise errors[0]
 
 
-def _read_direct(system: System, fd: int, block: _Block, buffers: Buffers) -> None:
-    start = block.start // BLOCK_BYTES * BLOCK_BYTES
-    skipped = block.start - start
-    wanted = skipped + len(block.into)
-    aligned = -(-wanted // BLOCK_BYTES) * BLOCK_BYTES
+def _part(span: Span, start: int, into: memoryview) -> tuple[int, memoryview]:
+    """What a span holds of a range: where in the span, and the memory for it."""
+    low, high = max(span.start, start), min(span.stop, start + len(into))
+    return low - span.start, into[low - start : high - start]
+
+
+def _read_span(
+    system: System,
+    fd: int,
+    span: Span,
+    targets: Sequence[tuple[int, memoryview]],
+    *,
+    direct: bool,
+    buffers: Buffers,
+) -> None:
+    size = span.stop - span.start
+    if not direct and len(targets) == 1:
+        _read_exactly(system, fd, targets[0][1], span.start, enough=size, direct=False)
+        return
+    skipped = span.start % BLOCK_BYTES if direct else 0
+    wanted = skipped + size
+    aligned = -(-wanted // BLOCK_BYTES) * BLOCK_BYTES if direct else wanted
     buffer = buffers.take()
     try:
         memory = buffer[:aligned]
-        _read_exactly(system, fd, memory, start, enough=wanted, direct=True)
-        copy(buffer[skipped:wanted], block.into)
+        _read_exactly(system, fd, memory, span.start - skipped, enough=wanted, direct=direct)
+        for at, into in targets:
+            copy(buffer[skipped + at : skipped + at + len(into)], into)
     finally:
         buffers.give(buffer)
 

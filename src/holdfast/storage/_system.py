@@ -75,7 +75,13 @@ class System:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
 
     def close(self, fd: int) -> None:
-        os.close(fd)
+        """Release a descriptor. What a close complains of was read, or synced before, or is to be
+        thrown away; and it has released the descriptor all the same."""
+        try:
+            os.close(fd)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                raise
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         return os.pwrite(fd, data, offset)
