@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check format bench proof clean
+.PHONY: setup demo test check format bench proof emulators clean
 
 setup: .venv/ready
 
@@ -33,6 +33,10 @@ bench: setup
 
 proof: setup
 	$(BIN)/python -m pytest -m proof
+
+# A real Azure server for the tests of az://, which are left out without it. Needs npm.
+emulators: setup
+	npm install --no-fund --no-audit --prefix .venv/azurite azurite
 
 clean:
 	rm -rf .venv build .mypy_cache .ruff_cache src/*.egg-info

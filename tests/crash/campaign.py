@@ -18,8 +18,8 @@ from recorder import Killed, RecordingSystem
 from recovered import Recovered, visible
 
 from holdfast.catalog import Catalog
-from holdfast.catalog._committed import find_record
-from holdfast.contracts import COMMIT_RECORD
+from holdfast.catalog._committed import TOMBSTONE, find_record
+from holdfast.contracts import COMMIT_RECORD, Storage
 from holdfast.errors import CheckpointError
 from holdfast.storage import LocalStorage
 
@@ -280,6 +280,7 @@ class _Explorer:
         self._rng = rng
         self._ordered = ordered
         self._looks: dict[frozenset[tuple[str, bytes]], _Look] = {}
+        self._values: dict[frozenset[tuple[str, bytes]], str] = {}
         self._violations: list[str] = []
         self._images: list[Image] = []
         self.seen: set[int] = set()
@@ -322,10 +323,18 @@ class _Explorer:
         key = frozenset(objects.items())
         if key not in self._looks:
             storage = Recovered(objects)
-            found = observe(storage)
+            found = observe(storage, self._read)
             Catalog(storage).gc()
-            self._looks[key] = _Look(found, observe(storage))
+            self._looks[key] = _Look(found, observe(storage, self._read))
         return self._looks[key]
+
+    def _read(self, storage: Recovered, prefix: str) -> str:
+        """As ``read_value``, once for the same bytes."""
+        own = [item for item in storage.objects.items() if item[0].startswith(f"{prefix}/")]
+        key = frozenset(own)
+        if key not in self._values:
+            self._values[key] = read_value(storage, prefix)
+        return self._values[key]
 
 
 def _expect(allowed: dict[str, set[object]], op) -> None:
@@ -356,24 +365,28 @@ def _short(value: object) -> str:
     return repr(value)[:120]
 
 
-def observe(storage) -> dict[str, object]:
-    """Every checkpoint that is there, and every plain object, with what it reads as."""
-    catalog = Catalog(storage)
+def observe(storage: Storage, read: Callable[[Storage, str], str] | None = None) -> dict[str, object]:
+    """Every checkpoint that is there, listed or not, and every plain object, with what it reads
+    as."""
+    read = read_value if read is None else read
+    listed = {info.prefix for info in Catalog(storage).list()}
     found: dict[str, object] = {}
-    listed = {info.prefix for info in catalog.list()}
     for info in [*storage.list()]:
         prefix, _, name = info.key.rpartition("/")
         if info.key.startswith(PLAIN):
             found[f"object {info.key}"] = storage.read(info.key)
         elif name == COMMIT_RECORD:
-            try:
-                record = find_record(storage, prefix)
-                if record is not None and not record.is_committed:
-                    continue
-                value = value_of(catalog.read(prefix))
-                if prefix not in listed:
-                    value = f"unlisted {value}"
-            except CheckpointError as error:
-                value = f"unreadable: {error}"
-            found[f"checkpoint {prefix}"] = value
+            value = read(storage, prefix)
+            if value != TOMBSTONE:
+                found[f"checkpoint {prefix}"] = value if prefix in listed else f"unlisted {value}"
     return found
+
+
+def read_value(storage: Storage, prefix: str) -> str:
+    try:
+        found = find_record(storage, prefix)
+        if found is not None and not found.is_committed:
+            return TOMBSTONE
+        return value_of(Catalog(storage).read(prefix))
+    except CheckpointError as error:
+        return f"unreadable: {error}"

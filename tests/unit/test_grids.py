@@ -20,7 +20,7 @@ def grids(draw):
     for size in shape:
         step = st.integers(1, size)
         inner = st.sets(st.integers(1, size - 1)) if size > 1 else st.just(set())
-        cuts.append(draw(step | inner.map(lambda at: tuple(sorted(at)))))
+        cuts.append(draw(step | inner.map(lambda at: IndexRuns.of(sorted(at)))))
     return Grid(shape, tuple(cuts))
 
 
@@ -61,9 +61,49 @@ def test_cells_are_found_without_looking_at_the_others():
 
 
 def test_equal_cuts_become_a_step():
-    assert Grid.of_cuts((10, 10, 10, 10), [[4, 8], [3, 5], [], [5]]).cuts == (4, (3, 5), 10, 5)
+    grid = Grid.of_cuts((10, 10, 10, 10), [[4, 8], [3, 5], [], [5]])
+    assert grid.cuts == (4, IndexRuns(runs=((3, 2, 2),)), 10, 5)
+    assert Grid.of_cuts((10, 10), [[4], [2, 4, 6]]).cuts == (
+        IndexRuns(runs=((4, 0, 1),)),
+        IndexRuns(runs=((2, 2, 3),)),
+    )
     assert Grid.of_cuts((), []) == Grid.whole(())
     assert Grid.whole(()).cells == 1
+
+
+@given(st.integers(2, 30), st.data())
+@settings(deadline=None)
+def test_cuts_are_a_step_where_one_fits_and_greedy_runs_where_none_does(size, data):
+    regular = {tuple(range(step, size, step)): step for step in range(size, 0, -1)}
+    at = data.draw(
+        st.sampled_from(sorted(regular))
+        | st.sets(st.integers(1, size - 1)).map(lambda places: tuple(sorted(places)))
+    )
+    (cut,) = Grid.of_cuts((size,), [list(at)]).cuts
+    (of_array,) = Grid.of_cuts((size,), [np.array(at, dtype=np.int64)]).cuts
+    assert cut == of_array
+    if not at:
+        assert cut == size
+    elif at in regular:
+        assert cut == at[0]
+    else:
+        assert cut == IndexRuns.of(at)
+
+
+def test_cells_between_uneven_cuts_are_found_without_expanding_the_runs():
+    half = 5 * 10**17
+    cuts = IndexRuns(runs=((10, 10, half // 10), (half + 3, 7, half // 7)))
+    grid = Grid((10**18,), (cuts,))
+    assert grid.cells == half // 10 + half // 7 + 1
+    found = list(grid.cells_in(Box((half - 1,), (half + 11,))))
+    assert found == [half // 10 - 1 + cell for cell in range(4)]
+    assert [grid.box(cell) for cell in found] == [
+        Box((half - 10,), (half,)),
+        Box((half,), (half + 3,)),
+        Box((half + 3,), (half + 10,)),
+        Box((half + 10,), (half + 17,)),
+    ]
+    assert grid.box(grid.cells - 1) == Box((half + 3 + 7 * (half // 7 - 1),), (10**18,))
 
 
 @pytest.mark.parametrize(
@@ -72,11 +112,15 @@ def test_equal_cuts_become_a_step():
         ((4,), (0,)),
         ((4,), (5,)),
         ((4,), (-1,)),
-        ((4,), ((0,),)),
-        ((4,), ((4,),)),
-        ((4,), ((2, 2),)),
-        ((4,), ((3, 2),)),
+        ((4,), (IndexRuns.of([0]),)),
+        ((4,), (IndexRuns.of([4]),)),
+        ((4,), (IndexRuns.of([2, 2]),)),
+        ((4,), (IndexRuns.of([3, 2]),)),
+        ((9,), (IndexRuns(runs=((1, 2, 3), (5, 1, 2))),)),
+        ((9,), (IndexRuns(runs=((1, 2, 3), (4, 1, 1))),)),
+        ((9,), (IndexRuns(runs=((5, 1, 10**15),)),)),
         ((4,), ([2],)),
+        ((4,), ((2,),)),
         ((4,), (2, 2)),
         ((0, 4), (0, 2)),
         ((0,), (1,)),
@@ -101,6 +145,20 @@ def test_runs_give_back_the_numbers_they_were_made_of(values):
     runs = IndexRuns.of(values)
     assert list(runs) == runs.array().tolist() == [runs[i] for i in range(len(runs))] == values
     assert runs.bounds == ((min(values), max(values)) if values else (0, -1))
+
+
+@given(st.sets(st.integers(0, 40)).map(sorted), st.integers(-2, 45))
+@settings(deadline=None)
+def test_numbers_below_a_value_are_counted(values, value):
+    assert IndexRuns.of(values).below(value) == sum(number < value for number in values)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 3), st.integers(1, 3)), max_size=4))
+@settings(deadline=None)
+def test_runs_rise_if_their_numbers_do(runs):
+    legal = tuple(run for run in runs if run[0] + run[1] * (run[2] - 1) >= 0)
+    numbers = IndexRuns(runs=legal)
+    assert numbers.rises == (list(numbers) == sorted(set(numbers)))
 
 
 def test_arithmetic_numbers_are_one_run():

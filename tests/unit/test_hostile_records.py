@@ -62,6 +62,10 @@ def cut(*cuts: dict, files: list | None = None, shape: list | None = None) -> by
     return placed(shape or [4, 6], files or [[0, 0, 1]], cuts=list(cuts))
 
 
+def cut_at(*runs: object) -> bytes:
+    return cut({"at": list(runs)}, shape=[9])
+
+
 def good() -> bytes:
     return wrapped(json.dumps(BODY))
 
@@ -195,10 +199,45 @@ CORRUPTED = {
     "step 0": (cut({"step": 0}, {"step": 6}), "dimension 0 of size 4 has no step 0"),
     "step beyond": (cut({"step": 5}, {"step": 6}), "dimension 0 of size 4 has no step 5"),
     "step -1": (cut({"step": -1}, {"step": 6}), "tensor 'w': Expected `int` >= 0"),
-    "cut at 0": (cut({"at": [0]}, {"step": 6}), "cuts of dimension 0 do not rise"),
-    "cut at the end": (cut({"at": [4]}, {"step": 6}), "cuts of dimension 0 do not rise"),
-    "cut backwards": (cut({"step": 4}, {"at": [3, 2]}), "cuts of dimension 1 do not rise"),
-    "cut twice": (cut({"step": 4}, {"at": [3, 3]}), "cuts of dimension 1 do not rise"),
+    "cut at 0": (cut_at([0, 0, 1]), "cuts of dimension 0 do not rise from 0 to 9 in the run [0,"),
+    "cut at the end": (cut_at([9, 0, 1]), "do not rise from 0 to 9 in the run [9, 0, 1]"),
+    "cut past the end": (cut_at([3, 3, 3]), "do not rise from 0 to 9 in the run [3, 3, 3]"),
+    "cut in the other dimension": (
+        cut({"step": 4}, {"at": [[6, 0, 1]]}),
+        "cuts of dimension 1 do not rise from 0 to 6",
+    ),
+    "cut backwards": (cut_at([3, 0, 1], [2, 0, 1]), "do not rise from 0 to 9 in the run [2,"),
+    "cut twice": (cut_at([3, 0, 1], [3, 0, 1]), "do not rise from 0 to 9 in the run [3,"),
+    "cut with step 0": (cut_at([3, 0, 2]), "do not rise from 0 to 9 in the run [3, 0, 2]"),
+    "cut with step -1": (cut_at([3, -1, 2]), "tensor 'w': Expected `int` >= 0"),
+    "cut at -1": (cut_at([-1, 2, 3]), "tensor 'w': Expected `int` >= 0"),
+    "cut run of none": (cut_at([3, 1, 0]), "do not rise from 0 to 9 in the run [3, 1, 0]"),
+    "cut run of -1": (cut_at([3, 1, -1]), "tensor 'w': Expected `int` >= 0"),
+    "cut run of many": (cut_at([1, 1, 2**63 - 1]), "do not rise from 0 to 9 in the run [1, 1, 9"),
+    "cut run of 2**63": (cut_at([1, 1, 2**63]), "tensor 'w': Expected `int` <="),
+    "cut run with a huge step": (cut_at([1, 2**63 - 1, 3]), "in the run [1, 9223372036854775807, "),
+    "cut runs that overlap": (cut_at([1, 2, 3], [4, 1, 3]), "in the run [4, 1, 3]"),
+    "cut runs that touch": (cut_at([1, 2, 3], [5, 1, 2]), "in the run [5, 1, 2]"),
+    "cut runs in the wrong order": (cut_at([5, 1, 2], [1, 1, 2]), "in the run [1, 1, 2]"),
+    "cut run of two": (cut_at([3, 1]), "length 3"),
+    "cut at a number": (cut_at(3), "tensor 'w': Expected `array`, got `int`"),
+    "cut at a float": (cut_at([3.0, 1, 1]), "tensor 'w': Expected `int`, got `float`"),
+    "cut of nothing": (
+        cut({"at": [[1, 1, 1]]}, shape=[0], files=[[0, 0, 2]]),
+        "do not rise from 0 to 0",
+    ),
+    "cut into more cells than a record has": (
+        cut({"at": [[2, 1, 2**40]]}, shape=[2**41], files=[[0, 0, 2**40 + 1]]),
+        "more than 50000000 parts",
+    ),
+    "cuts that make too many cells together": (
+        cut(
+            *[{"at": [[2, 1, 9_999]]}] * 2,
+            shape=[20_000, 20_000],
+            files=[[0, 0, 100_000_000]],
+        ),
+        "more than 50000000 parts",
+    ),
     "a tensor of nothing cut": (
         cut({"step": 2}, {"step": 0}, shape=[4, 0], files=[[0, 0, 2]]),
         "without elements has one part",
@@ -297,9 +336,13 @@ def test_the_record_that_the_cases_start_from_is_good():
             | {"placement": {"boxes": [[[0, 4], [0, 6]]] * 30_000, "files": [[0, 0, 30_000]]}}
         },
         lambda: {"w": TENSOR | {"placement": {"cuts": [{"step": 1}] * 9_000, "files": []}}},
+        lambda: {
+            "w": TENSOR
+            | {"placement": {"cuts": [{"at": [[300, 300, 300]] * 30_000}] * 2, "files": []}}
+        },
         lambda: {str(i): TENSOR | {"dtype": "I8", "shape": [4, 7]} for i in range(3_000)},
     ],
-    ids=["dimensions", "boxes", "cuts", "tensors"],
+    ids=["dimensions", "boxes", "cuts", "runs", "tensors"],
 )
 def test_memory_is_in_proportion_to_the_bytes_of_the_record(tensors):
     data = body(tensors=tensors())

@@ -19,16 +19,13 @@ from holdfast.reshard import (
     RankGroup,
     Replicate,
     Shard,
-    Stored,
     StridedShard,
     check_coverage,
     group_ranks,
     leaf_list_digest,
     mesh_grid,
     plan_load,
-    plan_reads,
     plan_save,
-    row_runs,
 )
 
 MIB = 1024 * 1024
@@ -164,6 +161,21 @@ def test_fsdp_over_tp_takes_a_run_for_each_tp_rank():
     (tensor,) = plan_save(one_group(8192, [f32("w", 8192, layout=0)], both)).tensors
     assert tensor.grid == Grid((8192,), (1,))
     assert tensor.writers.runs == tuple((first, 8, 1024) for first in range(8))
+
+
+@pytest.mark.parametrize("rows", [16_411, 20_333, 53_248, 99_991])
+def test_uneven_fsdp_over_tp_is_a_few_runs_however_many_ranks(rows):
+    both = layout((1024, 8), StridedShard(0, 8), Shard(0))
+    plan = plan_save(one_group(8192, [f32("w", rows, layout=0)], both))
+    (tensor,) = plan.tensors
+    (cut,) = tensor.grid.cuts
+    assert tensor.grid.cells > 4000
+    assert len(cut.runs) <= 24
+    assert len(tensor.writers.runs) <= 32
+    for rank in (0, 5, 4001):
+        written = [write.part.box for write in plan.writes_of(rank)]
+        cells = [cell for cell, writer in enumerate(tensor.writers) if writer == rank]
+        assert written == [tensor.grid.box(cell) for cell in cells]
 
 
 def test_replicas_share_the_leaves_of_hybrid_sharding():
@@ -328,49 +340,3 @@ def test_a_load_takes_boxes_that_are_no_grid():
     ]
     with pytest.raises(ValueError, match="3 boxes and files for 1"):
         plan_load(Part.alone(boxes[0]), boxes, IndexRuns.of([0]), itemsize=1)
-
-
-@st.composite
-def stored_items(draw):
-    items = []
-    ends = {0: 0, 1: 0}
-    for _ in range(draw(st.integers(0, 5))):
-        shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
-        bounds = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
-        box = Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
-        file = draw(st.integers(0, 1))
-        nbytes = 2 * math.prod(shape)
-        wanted = row_runs(box, Box.whole(shape), 2)
-        items.append(Stored(file=file, offset=ends[file], nbytes=nbytes, wanted=wanted))
-        ends[file] += nbytes
-    return items
-
-
-@given(stored_items(), st.integers(1, 40), st.integers(0, 30), st.integers(0, 60))
-@settings(deadline=None, max_examples=200)
-def test_reads_hold_the_touched_chunks_whole_and_no_others(items, chunk_bytes, max_gap, more):
-    max_bytes = chunk_bytes + more
-    reads = plan_reads(items, chunk_bytes=chunk_bytes, max_gap=max_gap, max_bytes=max_bytes)
-    found = []
-    for read in reads:
-        assert 0 < read.stop - read.start <= max_bytes
-        for run in read.chunks:
-            item = items[run.item]
-            assert item.file == read.file
-            assert read.start <= item.offset + run.first * chunk_bytes
-            assert min(item.offset + run.last * chunk_bytes, item.offset + item.nbytes) <= read.stop
-            found += [(run.item, chunk) for chunk in range(run.first, run.last)]
-    touched = {
-        (number, byte // chunk_bytes)
-        for number, item in enumerate(items)
-        for at, n in item.wanted
-        for byte in range(at, at + n)
-    }
-    assert len(found) == len(set(found))
-    assert set(found) == touched
-    assert [(r.file, r.start) for r in reads] == sorted((r.file, r.start) for r in reads)
-
-
-def test_a_read_must_have_room_for_a_chunk():
-    with pytest.raises(ValueError, match="less than chunk_bytes"):
-        plan_reads([], chunk_bytes=8, max_gap=0, max_bytes=7)

@@ -35,7 +35,7 @@ def tensor(shape=(4, 6), *, dtype="F32", files=((0, 0, 1),), **placement) -> Sto
     return StoredTensor(dtype=dtype, shape=shape, placement=placed)
 
 
-def grid(*cuts: int | tuple[int, ...]) -> tuple[Cut, ...]:
+def grid(*cuts: int | tuple[tuple[int, int, int], ...]) -> tuple[Cut, ...]:
     return tuple(Cut(step=cut) if isinstance(cut, int) else Cut(at=cut) for cut in cuts)
 
 
@@ -67,7 +67,7 @@ FULL = record(
     tensors={
         "w": tensor(cuts=grid(2, 6), files=((0, 1, 2),)),
         "down": tensor(cuts=grid(2, 3), files=((2, -1, 3), (1, 0, 1))),
-        "uneven": tensor(cuts=grid((1,), (2, 5)), files=((0, 0, 6),)),
+        "uneven": tensor(cuts=grid(((1, 0, 1),), ((2, 3, 2),)), files=((0, 0, 6),)),
         "scalar": tensor((), cuts=(), dtype="C128"),
         "none": tensor((3, 0), cuts=grid(3, 0)),
         "boxes": tensor(boxes=(((0, 4), (0, 2)), ((0, 4), (2, 6))), files=((0, 2, 2),)),
@@ -102,7 +102,7 @@ def test_the_bytes_are_the_documented_ones():
     made = record(
         metrics={"loss": math.nan},
         files=(file(0), file(1, prefix="old")),
-        tensors={"w": tensor(cuts=grid(2, (1, 5)), files=((0, 1, 2), (0, 0, 4)))},
+        tensors={"w": tensor(cuts=grid(2, ((1, 4, 2),)), files=((0, 1, 2), (0, 0, 4)))},
     )
     body = (
         b'{"state":"committed","ordinal":3,"attempt":"0123456789abcdef",'
@@ -113,7 +113,7 @@ def test_the_bytes_are_the_documented_ones():
         b'{"name":"shard-1-0123456789abcdef.safetensors","size":8192,'
         b'"digest":"abababababababababababababababab","prefix":"old"}],'
         b'"tensors":{"w":{"dtype":"F32","shape":[4,6],"placement":{'
-        b'"cuts":[{"step":2},{"at":[1,5]}],"files":[[0,1,2],[0,0,4]]}}}}'
+        b'"cuts":[{"step":2},{"at":[[1,4,2]]}],"files":[[0,1,2],[0,0,4]]}}}}'
     )
     digest = xxhash.xxh3_128_hexdigest(b"holdfast\x001\x00" + body).encode()
     assert encode_record(made) == (
@@ -131,6 +131,19 @@ values = st.recursive(
 
 
 @st.composite
+def rising_runs(draw, size: int):
+    runs = []
+    before = 0
+    while before + 1 < size and draw(st.booleans()):
+        first = draw(st.integers(before + 1, size - 1))
+        step = draw(st.integers(1, size))
+        count = draw(st.integers(1, (size - 1 - first) // step + 1))
+        runs.append((first, step, count))
+        before = first + step * (count - 1)
+    return tuple(runs)
+
+
+@st.composite
 def tensors(draw, files: int):
     shape = tuple(draw(st.lists(st.integers(0, 12), max_size=3)))
     cuts = []
@@ -143,9 +156,9 @@ def tensors(draw, files: int):
             cuts.append(Cut(step=step))
             cells *= -(-size // step)
         else:
-            at = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3))) if size > 1 else []
-            cuts.append(Cut(at=tuple(at)))
-            cells *= len(at) + 1
+            at = draw(rising_runs(size))
+            cuts.append(Cut(at=at))
+            cells *= sum(count for _, _, count in at) + 1
     runs = []
     while cells:
         count = draw(st.integers(1, cells))
@@ -206,6 +219,22 @@ def test_a_big_job_is_a_small_record():
     data = encode_record(made)
     assert len(data) < 2_000_000
     assert decode_record(memoryview(data), path="p") == made
+
+
+def test_uneven_cuts_of_a_big_job_are_a_small_record():
+    ranks = 8192
+    at = tuple((first, 3, 1023) for first in range(3, 24_576, 3072))
+    made = record(
+        world_size=ranks,
+        files=tuple(file(rank) for rank in range(ranks)),
+        tensors={
+            f"layer.{i}": tensor((24_600, 64), cuts=grid(at, 64), files=((0, 1, 8185),))
+            for i in range(1000)
+        },
+    )
+    data = encode_record(made)
+    assert len(data) < 2_000_000
+    assert decode_record(data, path="p") == made
 
 
 @pytest.mark.parametrize(

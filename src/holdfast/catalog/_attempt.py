@@ -29,7 +29,7 @@ from holdfast.errors import (
     SaveError,
     StorageError,
 )
-from holdfast.format import CommitRecord
+from holdfast.format import CommitRecord, encode_record
 from holdfast.resilience import SystemClock
 
 _log = logging.getLogger("holdfast.catalog")
@@ -100,6 +100,10 @@ class Attempt:
         storage, prefix = self._storage, self.intent.prefix
         if self._seen is not None:
             record = msgspec.structs.replace(record, fence=self._seen.record.fence)
+        try:
+            data = encode_record(record)
+        except ValueError as error:
+            raise SaveError(f"{error}; nothing was committed", path=prefix) from error
         with self._lost_if_changed():
             if storage.stat(self.intent.key).version != self._version:
                 raise ObjectChangedError("the intent was changed", path=self.intent.key)
@@ -107,7 +111,7 @@ class Attempt:
             self._check_written(f"{file.prefix or prefix}/{file.name}", file.size_bytes)
         over = None if self._seen is None else self._seen.info.version
         try:
-            publish(storage, prefix, record, over)
+            publish(storage, prefix, data, over)
         except (ObjectExistsError, ObjectChangedError, ObjectNotFoundError) as error:
             raise SaveError(
                 "somebody else saved, deleted or gave up this checkpoint in the meantime; "

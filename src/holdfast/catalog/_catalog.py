@@ -6,6 +6,7 @@ This is the front of the room; the modules beside it do the work.
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from holdfast import _checks
 from holdfast.catalog._attempt import Attempt, check_prefix
@@ -25,6 +26,8 @@ from holdfast.format import CompressionLevel, encode_value
 from holdfast.storage import open_storage
 
 _log = logging.getLogger("holdfast.catalog")
+
+_MAX_COUNT: Final = 2**63 - 1
 
 
 class Catalog:
@@ -74,7 +77,7 @@ class Catalog:
         level = CompressionLevel(compression)
         tree, leaves = collect_leaves(state)
         facts = Facts(
-            step=None if step is None else _checks.count("step", step, least=0),
+            step=None if step is None else _step(step),
             metrics=_metrics(metrics),
             custom=encode_value(custom, root="custom"),
         )
@@ -163,13 +166,18 @@ class Catalog:
         return max((info.ordinal for info in self.list()), default=0) + 1
 
 
+def _step(step: int) -> int:
+    if _checks.count("step", step, least=0) > _MAX_COUNT:
+        raise ValueError(f"step must be less than 2**63, not {step!r}")
+    return step
+
+
 def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     checked = {}
     for name, value in (metrics or {}).items():
         _checks.text("the name of a metric", name, most=1000)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(  # noqa: TRY004 -- as every refusal of an argument
-                f"metrics[{name!r}] must be a number, not {value!r}"
-            )
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (abs(value) <= _MAX_COUNT if whole else isinstance(value, float)):
+            raise ValueError(f"metrics[{name!r}] must be a float or an int of 64 bits: {value!r}")
         checked[name] = value
     return checked

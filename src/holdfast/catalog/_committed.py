@@ -77,16 +77,15 @@ def find_committed(storage: Storage, prefix: str) -> Found:
     return found
 
 
-def publish(storage: Storage, prefix: str, record: CommitRecord, over: str | None) -> ObjectInfo:
-    """Put the record in place: where nothing is, or over exactly that version.
+def publish(storage: Storage, prefix: str, record: bytes, over: str | None) -> ObjectInfo:
+    """Put a record's bytes in place: where nothing is, or over exactly that version.
 
     One atomic step. ``ObjectExistsError``, ``ObjectChangedError`` or ``ObjectNotFoundError`` if
     another was there first.
     """
-    data = encode_record(record)
     if over is None:
-        return storage.create(record_key(prefix), data)
-    return storage.replace(record_key(prefix), data, over)
+        return storage.create(record_key(prefix), record)
+    return storage.replace(record_key(prefix), record, over)
 
 
 def new_tombstone() -> CommitRecord:
@@ -113,7 +112,7 @@ def fence(storage: Storage, prefix: str, seen: Found | None) -> bool:
         record = msgspec.structs.replace(seen.record, fence=seen.record.fence + 1)
         over = seen.info.version
     try:
-        publish(storage, prefix, record, over)
+        publish(storage, prefix, encode_record(record), over)
     except (ObjectExistsError, ObjectChangedError, ObjectNotFoundError):
         return False
     _log.info("fenced %s in %s", prefix, storage.url)

@@ -24,6 +24,7 @@ from holdfast.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from holdfast.format import encode_record
 
 _log = logging.getLogger("holdfast.catalog")
 
@@ -124,7 +125,7 @@ def _bury(storage: Storage, prefix: str, over: str | None, fences: int) -> str:
     """Put a tombstone in the place of a record, and return the tombstone's version."""
     tombstone = msgspec.structs.replace(new_tombstone(), fence=fences)
     try:
-        return publish(storage, prefix, tombstone, over).version
+        return publish(storage, prefix, encode_record(tombstone), over).version
     except (ObjectExistsError, ObjectChangedError, ObjectNotFoundError) as error:
         raise StorageError(
             "somebody changed this checkpoint at the same time; nothing was deleted, try again",

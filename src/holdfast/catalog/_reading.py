@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Final
 
 import numpy as np
 
+from holdfast._lanes import run_all
 from holdfast.catalog._committed import find_record
-from holdfast.catalog._lanes import run_all
 from holdfast.catalog._placing import StoredBoxes, box_bounds
 from holdfast.catalog._read_plan import BATCH_BYTES, Piece, plan_box
 from holdfast.catalog._shard_read import (
@@ -41,6 +42,9 @@ from holdfast.format import (
     entry_of_box,
 )
 from holdfast.reshard import Box, CopyRuns
+
+LANES: Final = 4
+"""Requests in flight. On a disk more bring nothing, and each holds a batch of memory."""
 
 Tick = Callable[[int], None]
 
@@ -90,7 +94,7 @@ class TensorReader:
                 raise bad.error()
             tick(sum(job.nbytes for job in batch))
 
-        run_all(_batches(self._jobs(wants)), run)
+        run_all(_batches(self._jobs(wants)), run, lanes=LANES)
 
     def tensor(self, name: str) -> StoredTensor:
         try:
@@ -158,7 +162,7 @@ class TensorReader:
                 bad.extend(_unreadable(batch, error))
             tick(sum(job.nbytes for job in batch))
 
-        run_all(islice(_batches(self._all_chunks(indexes)), nth - 1, None, of), run)
+        run_all(islice(_batches(self._all_chunks(indexes)), nth - 1, None, of), run, lanes=LANES)
         return sorted(bad, key=lambda chunk: (chunk.key, chunk.entry, chunk.start))
 
     def check_stored(self, name: str, box: Box) -> None:

@@ -57,7 +57,8 @@ def verify_checkpoint(
     """
     nth, of = part
     _checks.count("part[1]", of, least=1)
-    _checks.rank("part[0] - 1", nth - 1, of)
+    if _checks.count("part[0]", nth, least=1) > of:
+        raise ValueError(f"part must be (1, {of}) to ({of}, {of}), not {part!r}")
     try:
         found = find_committed(storage, prefix)
     except (CorruptedError, IncompatibleVersionError) as error:

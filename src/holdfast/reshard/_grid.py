@@ -103,7 +103,7 @@ def _check_cut(size: int, cut: Cut) -> None:
     if not isinstance(cut, IndexRuns):
         raise ValueError(f"a cut is a step or IndexRuns, not {cut!r}")  # noqa: TRY004 -- as below
     low, high = cut.bounds
-    if cut.runs and not (0 < low and high < size and cut.rises):
+    if cut.runs and not (low > 0 and high < size and cut.rises):
         raise ValueError(f"cut positions must rise, between 0 and {size}, not be {cut.runs}")
 
 

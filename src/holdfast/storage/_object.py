@@ -21,7 +21,7 @@ from holdfast.errors import (
 from holdfast.storage import _object_errors
 from holdfast.storage._multipart import UploadSink
 from holdfast.storage._object_errors import translated
-from holdfast.storage._object_reads import fetch_all, planned
+from holdfast.storage._object_reads import fetch_all
 from holdfast.storage._ordered import OrderedWriter
 from holdfast.storage._ranges import check_ranges, small
 
@@ -129,8 +129,7 @@ class ObjectStorage:
     def read_into(self, key: str, ranges: Sequence[ReadRange]) -> None:
         path = self._path(key)
         check_ranges(ranges, _ANY_SIZE, key)
-        requests = planned(ranges)
-        if not requests or any(not wanted.into.nbytes for wanted in ranges):
+        if not all(wanted.into.nbytes for wanted in ranges) or not ranges:
             check_ranges(ranges, self.stat(key).size_bytes, key)
 
         def fetch(start: int, stop: int) -> memoryview:
@@ -145,7 +144,7 @@ class ObjectStorage:
                 raise _past_the_end(key, start, stop)
             return memoryview(body)
 
-        fetch_all(requests, fetch)
+        fetch_all(ranges, fetch)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         _refuse_after_fork(prefix)

@@ -1,12 +1,11 @@
 """Reads ranges of a remote object side by side. Knows requests and threads, not stores."""
 
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from holdfast._lanes import run_all
 from holdfast.contracts import ReadRange
+from holdfast.storage._ranges import ReadSpan, read_spans
 
 GAP_BYTES: Final = 1024 * 1024
 """Bytes that are cheaper to read and drop than to ask for twice."""
@@ -19,71 +18,14 @@ THREADS: Final = 4
 obstore collects a body in pieces and then joins them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """Bytes ``start`` to ``stop``, and where in the caller's memory parts of them go."""
+def fetch_all(ranges: Sequence[ReadRange], fetch: Callable[[int, int], memoryview]) -> None:
+    """Fill every range from what ``fetch(start, stop)`` returns. The first error stops the rest,
+    and is raised once none is under way."""
 
-    start: int
-    stop: int
-    pieces: tuple[tuple[int, memoryview], ...]
+    def fill(span: ReadSpan) -> None:
+        body = fetch(span.start, span.stop)
+        for at, view in span.targets:
+            view[:] = body[at : at + len(view)]
 
-
-def planned(ranges: Sequence[ReadRange]) -> list[Request]:
-    """The requests that fill ``ranges``: near ones joined, large ones cut, empty ones left out."""
-    pieces = sorted(
-        (
-            (wanted.start + at, view[at : at + REQUEST_BYTES])
-            for wanted in ranges
-            if wanted.into.nbytes
-            for view in [wanted.into.cast("B")]
-            for at in range(0, len(view), REQUEST_BYTES)
-        ),
-        key=lambda piece: piece[0],
-    )
-    requests: list[Request] = []
-    group: list[tuple[int, memoryview]] = []
-    start = stop = 0
-    for at, view in pieces:
-        end = max(stop, at + len(view))
-        if group and (at - stop > GAP_BYTES or end - start > REQUEST_BYTES):
-            requests.append(Request(start=start, stop=stop, pieces=tuple(group)))
-            group = []
-        if not group:
-            start, end = at, at + len(view)
-        stop = end
-        group.append((at, view))
-    if group:
-        requests.append(Request(start=start, stop=stop, pieces=tuple(group)))
-    return requests
-
-
-def fetch_all(requests: Sequence[Request], fetch: Callable[[int, int], memoryview]) -> None:
-    """Fill every request with what ``fetch(start, stop)`` returns. The first error stops the
-    rest, and is raised once none is under way."""
-    waiting = deque(requests)
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        while waiting and not errors:
-            try:
-                request = waiting.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            try:
-                body = fetch(request.start, request.stop)
-                for at, view in request.pieces:
-                    view[:] = body[at - request.start : at - request.start + len(view)]
-            except BaseException as error:  # noqa: BLE001 -- raised in the calling thread
-                errors.append(error)
-
-    helpers = [
-        threading.Thread(target=work, name="holdfast-read")
-        for _ in range(min(THREADS, len(requests)) - 1)
-    ]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
+    spans = read_spans(ranges, max_gap=GAP_BYTES, max_bytes=REQUEST_BYTES)
+    run_all(spans, fill, lanes=max(1, min(THREADS, len(spans))))

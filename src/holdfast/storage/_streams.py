@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from holdfast._lanes import run_all
 from holdfast.contracts import ReadRange
-from holdfast.reshard import Span, coalesce
+from holdfast.storage._ranges import ReadSpan, read_spans
 from holdfast.storage._system import BLOCK_BYTES, System
 
 BUFFER_BYTES = 4 * 1024 * 1024
@@ -198,62 +199,18 @@ def read_ranges(
 ) -> None:
     """Fill every range, which must lie inside the file. Neighbours are read together, long ones
     in parts, and several requests are in flight if there is work for them."""
-    views = [wanted.into.cast("B") if wanted.into.nbytes else wanted.into for wanted in ranges]
-    spans = collections.deque(
-        coalesce(
-            [(wanted.start, wanted.into.nbytes) for wanted in ranges],
-            max_gap=_GAP_BYTES,
-            max_bytes=BUFFER_BYTES,
-            split=True,
-        )
+    spans = read_spans(ranges, max_gap=_GAP_BYTES, max_bytes=BUFFER_BYTES)
+    run_all(
+        spans,
+        lambda span: _read_span(system, fd, span, direct=direct, buffers=buffers),
+        lanes=max(1, min(IN_FLIGHT, len(spans) // 2)),
     )
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            while not errors:
-                try:
-                    span = spans.popleft()
-                except IndexError:
-                    return
-                targets = [_part(span, ranges[index].start, views[index]) for index in span.members]
-                _read_span(system, fd, span, targets, direct=direct, buffers=buffers)
-        except BaseException as error:  # noqa: BLE001 -- raised by the calling thread
-            errors.append(error)
-
-    threads = []
-    for _ in range(min(IN_FLIGHT, len(spans) // 2) - 1):
-        thread = threading.Thread(target=work, name="holdfast-read")
-        try:
-            thread.start()
-        except RuntimeError:  # no thread is to be had, as while the interpreter exits
-            break
-        threads.append(thread)
-    work()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
-def _part(span: Span, start: int, into: memoryview) -> tuple[int, memoryview]:
-    """What a span holds of a range: where in the span, and the memory for it."""
-    low, high = max(span.start, start), min(span.stop, start + len(into))
-    return low - span.start, into[low - start : high - start]
-
-
-def _read_span(
-    system: System,
-    fd: int,
-    span: Span,
-    targets: Sequence[tuple[int, memoryview]],
-    *,
-    direct: bool,
-    buffers: Buffers,
-) -> None:
+def _read_span(system: System, fd: int, span: ReadSpan, *, direct: bool, buffers: Buffers) -> None:
     size = span.stop - span.start
-    if not direct and len(targets) == 1:
-        _read_exactly(system, fd, targets[0][1], span.start, enough=size, direct=False)
+    if not direct and len(span.targets) == 1:
+        _read_exactly(system, fd, span.targets[0][1], span.start, enough=size, direct=False)
         return
     skipped = span.start % BLOCK_BYTES if direct else 0
     wanted = skipped + size
@@ -262,7 +219,7 @@ def _read_span(
     try:
         memory = buffer[:aligned]
         _read_exactly(system, fd, memory, span.start - skipped, enough=wanted, direct=direct)
-        for at, into in targets:
+        for at, into in span.targets:
             copy(buffer[skipped + at : skipped + at + len(into)], into)
     finally:
         buffers.give(buffer)

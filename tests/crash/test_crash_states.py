@@ -1,0 +1,150 @@
+"""Whatever a crash leaves: what was promised is there, and nothing is a mixture.
+
+The explorer is first shown to find bugs, on systems that are broken on purpose.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from campaign import ROOT, WORKLOADS, explore, observe, recorded
+from explorer import BLOCK_BYTES, Disk
+from recorder import RecordingSystem
+from recovered import Recovered, visible
+
+from holdfast.storage import LocalStorage
+
+SEED = int(os.environ.get("HOLDFAST_CRASH_SEED", "1"))
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+STATES = {name: 2200 for name in BY_NAME} | {"first save": 3000, "overwrite": 3000}
+
+_explored = {}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_was_promised_survives_every_crash(name):
+    report = explore(BY_NAME[name], states=STATES[name], seed=SEED)
+    assert report.violations == []
+    _explored[name] = report
+
+
+def test_the_crashes_were_many():
+    if _explored.keys() != BY_NAME.keys():
+        pytest.skip("counts only what the tests above explored, and not all of them ran")
+    assert sum(report.states for report in _explored.values()) >= 20_000
+
+
+def test_real_files_look_as_the_explorer_says(tmp_path):
+    images = [
+        image
+        for name in ("overwrite", "gc", "plain objects", "save after a kill")
+        for image in explore(BY_NAME[name], states=300, seed=SEED).images
+    ]
+    assert len(images) >= 10
+    for number, image in enumerate(images):
+        base = tmp_path / str(number)
+        materialise(image, base)
+        expected = observe(Recovered(visible(image, ROOT)))
+        assert observe(LocalStorage(base / ROOT)) == expected
+
+
+def materialise(image, base: Path) -> None:
+    for path, data in image.items():
+        (base / path).parent.mkdir(parents=True, exist_ok=True)
+        (base / path).write_bytes(data)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+def test_a_million_crashes_break_no_promise():
+    wanted = int(os.environ.get("HOLDFAST_CRASH_STATES", "1000000"))
+    large = [w for w in WORKLOADS if w.name in {"first save", "second save", "overwrite"}]
+    small = [w for w in WORKLOADS if w not in large]
+    reports = [explore(w, states=wanted // 25, seed=SEED) for w in small]
+    left = wanted - sum(report.states for report in reports)
+    reports += [explore(w, states=left // len(large) + 1, seed=SEED) for w in large]
+    assert [problem for report in reports for problem in report.violations] == []
+    states, looks = (sum(getattr(r, what) for r in reports) for what in ("states", "looks"))
+    print(f"seed {SEED}: {states} crash states, {looks} of them visibly different, 0 violations")  # noqa: T201
+    assert states >= wanted
+
+
+class WithoutFileSync(RecordingSystem):
+    def sync(self, fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            super().sync(fd)
+
+
+class WithoutFolderSync(RecordingSystem):
+    def sync(self, fd):
+        if not os.path.isdir(f"/proc/self/fd/{fd}"):
+            super().sync(fd)
+
+
+class WithLateShardSync(RecordingSystem):
+    """Publishes the record before the shards, the only files of more than a block, are synced."""
+
+    def sync(self, fd):
+        if os.fstat(fd).st_size < 8 * BLOCK_BYTES or os.path.isdir(f"/proc/self/fd/{fd}"):
+            super().sync(fd)
+
+
+class WithUnsyncedNewFolders(RecordingSystem):
+    """Syncs every folder but the ones that got a new folder."""
+
+    def sync(self, fd):
+        if not self.log or self.log[-1].kind != "mkdir":
+            super().sync(fd)
+
+
+class WithEarlyPublication(RecordingSystem):
+    """Renames and links first, and syncs the file afterwards."""
+
+    def __init__(self, base, **options):
+        super().__init__(base, **options)
+        self._late = []
+
+    def sync(self, fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            super().sync(fd)
+            while self._late:
+                super().sync(self._late.pop())
+        else:
+            self._late.append(fd)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        WithoutFileSync,
+        WithoutFolderSync,
+        WithLateShardSync,
+        WithUnsyncedNewFolders,
+        WithEarlyPublication,
+    ],
+)
+def test_the_explorer_finds_systems_that_lose_data(make):
+    report = explore(BY_NAME["first save"], states=500, seed=SEED, make=make)
+    assert report.violations
+
+
+@pytest.mark.parametrize("make", [WithoutFileSync, WithoutFolderSync])
+def test_the_explorer_finds_overwrites_that_lose_the_old_one(make):
+    report = explore(BY_NAME["overwrite"], states=500, seed=SEED, make=make)
+    assert report.violations
+
+
+def test_a_journalled_disk_hides_what_a_weaker_one_shows():
+    """The order in which names reach the disk is not relied on, so the model does not give it."""
+    (log,) = recorded(BY_NAME["first save"])
+    disk = Disk(log)
+    import random
+
+    looks = {False: set(), True: set()}
+    for op in log.log:
+        if op.kind not in {"begin", "promised", "start"}:
+            disk.apply(op)
+        for ordered, found in looks.items():
+            for image in disk.images(random.Random(SEED), 200, ordered=ordered):
+                found.add(frozenset(image))
+    assert looks[True] < looks[False]
