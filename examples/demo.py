@@ -1,4 +1,4 @@
-"""What holdfast does today, in half a minute: checkpoints and four real ranks, and faults on purpose.
+"""What holdfast does today, in half a minute: checkpoints, four real ranks, faults on purpose.
 
 Run it with ``make demo``.
 """

@@ -4,6 +4,7 @@ The explorer is first shown to find bugs, on systems that are broken on purpose.
 """
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -18,27 +19,29 @@ SEED = int(os.environ.get("HOLDFAST_CRASH_SEED", "1"))
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 STATES = {name: 2200 for name in BY_NAME} | {"first save": 3000, "overwrite": 3000}
 
-_explored = {}
+
+@pytest.fixture(scope="module")
+def reports():
+    return {
+        name: explore(workload, states=STATES[name], seed=SEED)
+        for name, workload in BY_NAME.items()
+    }
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_what_was_promised_survives_every_crash(name):
-    report = explore(BY_NAME[name], states=STATES[name], seed=SEED)
-    assert report.violations == []
-    _explored[name] = report
+def test_what_was_promised_survives_every_crash(reports, name):
+    assert reports[name].violations == []
 
 
-def test_the_crashes_were_many():
-    if _explored.keys() != BY_NAME.keys():
-        pytest.skip("counts only what the tests above explored, and not all of them ran")
-    assert sum(report.states for report in _explored.values()) >= 20_000
+def test_the_crashes_were_many(reports):
+    assert sum(report.states for report in reports.values()) >= 20_000
 
 
-def test_real_files_look_as_the_explorer_says(tmp_path):
+def test_real_files_look_as_the_explorer_says(reports, tmp_path):
     images = [
         image
         for name in ("overwrite", "gc", "plain objects", "save after a kill")
-        for image in explore(BY_NAME[name], states=300, seed=SEED).images
+        for image in reports[name].images
     ]
     assert len(images) >= 10
     for number, image in enumerate(images):
@@ -138,8 +141,6 @@ def test_a_journalled_disk_hides_what_a_weaker_one_shows():
     """The order in which names reach the disk is not relied on, so the model does not give it."""
     (log,) = recorded(BY_NAME["first save"])
     disk = Disk(log)
-    import random
-
     looks = {False: set(), True: set()}
     for op in log.log:
         if op.kind not in {"begin", "promised", "start"}:

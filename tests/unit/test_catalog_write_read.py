@@ -539,7 +539,7 @@ def test_a_tree_that_refers_to_a_tensor_that_is_not_there_is_damage():
     array = np.arange(3)
     record = write_parts(storage, "a", {"x": (array, Grid.whole((3,)), [Part(Box((0,), (3,)), 0)])})
     put(storage, "a/metadata.json", reread(record, tensors={}))
-    with pytest.raises(CorruptedError, match=r"refers to a tensor 'x'.*\(path a/metadata.json\)"):
+    with pytest.raises(CorruptedError, match=r"refers to a tensor 'x'.*\[path a/metadata.json\]"):
         Catalog(storage).read("a")
 
 
