@@ -201,10 +201,10 @@ def test_short_reads_and_writes_are_followed_by_the_rest(prepared, act):
     assert campaign.successes == campaign.injections + 1 > 1
 
 
-@pytest.mark.parametrize("act", ["save", "write large", "read"])
+@pytest.mark.parametrize("act", ["create", "replace", "write", "write large", "read"])
 def test_no_progress_is_an_error_and_no_endless_loop(prepared, act):
     campaign = Campaign(prepared, act).fail_all(NOTHING)
-    assert campaign.successes == 1 < campaign.injections
+    assert campaign.successes == 1 <= campaign.injections
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -234,6 +234,36 @@ def test_a_sync_that_failed_for_a_passing_reason_is_not_worth_another_try(prepar
                 return
         finally:
             shutil.rmtree(base)
+
+
+class _WithABadSector(FailingSystem):
+    """One file of those that are there cannot be read."""
+
+    def __init__(self, base: Path, bad: Path) -> None:
+        super().__init__(base, nth=0)
+        self._bad = bad.stat().st_ino
+
+    def read(self, fd, into, offset):
+        if os.fstat(fd).st_ino == self._bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(fd, into, offset)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="Catalog._next_ordinal goes by list(), which leaves out records that cannot be read",
+)
+def test_a_save_is_the_newest_also_if_the_newest_before_cannot_be_read(prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    root = tmp_path / ROOT
+    system = _WithABadSector(tmp_path, root / "other" / "metadata.json")
+    try:
+        _save(LocalStorage(root, system=system))
+    except CheckpointError:
+        return
+    assert Catalog(root).list()[0].prefix == "new"
+    ordinals = [info.ordinal for info in Catalog(root).list()]
+    assert len(set(ordinals)) == len(ordinals)
 
 
 @pytest.mark.proof

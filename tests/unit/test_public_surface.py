@@ -35,11 +35,10 @@ SURFACE = {
         numpy_dtype parse_entry_name parse_shard_header parse_table plan_shard scan_json
     """,
     "reshard": """
-        Box ByteRuns ChunkRun CopyRuns CoverageProblem Cut Grid Hole IndexRuns Layout Leaf
-        LeafList Load MeshGrid Outside Overlap Part Placement RankGroup Read Replicate
-        SavePlan Shard Span Stored StridedShard TensorPlan Write check_coverage chunk_spans
-        coalesce copy_runs group_ranks leaf_list_digest mesh_grid plan_load plan_reads
-        plan_save row_runs split_box
+        Box ByteRuns CopyRuns CoverageProblem Cut Grid Hole IndexRuns Layout Leaf LeafList
+        Load MeshGrid Outside Overlap Part Placement RankGroup Replicate SavePlan Shard Span
+        StridedShard TensorPlan Write check_coverage chunk_spans coalesce copy_runs
+        group_ranks leaf_list_digest mesh_grid plan_load plan_save row_runs split_box
     """,
     "resilience": """
         CheckpointRollbackManager CircuitBreaker CircuitState FaultToleranceHandler

@@ -550,7 +550,7 @@ def test_a_stored_value_with_one_changed_byte_is_a_value_or_a_checkpoint_error(v
 
 
 def test_every_example_of_the_document_is_what_is_written():
-    document = pathlib.Path(__file__).parents[2] / "docs" / "format-values.md"
+    document = pathlib.Path(__file__).parents[2] / "docs" / "format.md"
     examples = re.findall(r"`(\{\"\$\":\[.*\]\})` \|$", document.read_text(), re.MULTILINE)
     tags = {msgspec.json.decode(text)["$"][0] for text in examples}
     assert tags == set(TAGS) - {"unheard"}

@@ -1,4 +1,4 @@
-"""Decides which bytes of which stored boxes make up a wanted box. Knows no chunks, reads nothing."""
+"""Decides which bytes of stored boxes make up a wanted box. Knows no chunks, and reads nothing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

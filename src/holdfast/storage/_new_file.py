@@ -98,10 +98,12 @@ class NewFile:
         """Remove the file unless it was published. Idempotent."""
         if self.fd < 0:
             return
-        self._remove_hidden()
-        fd, self.fd = self.fd, -1
-        self._system.close(fd)
-        self._system.close(self._folder)
+        try:
+            self._remove_hidden()
+        finally:
+            fd, self.fd = self.fd, -1
+            self._system.close(fd)
+            self._system.close(self._folder)
 
     def _take_hidden(self) -> str:
         hidden, self._hidden = self._hidden, None

@@ -1,0 +1,131 @@
+"""LocalStorage keeps the contract: on a disk, in memory, and where direct I/O is refused."""
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from holdfast.storage import LocalStorage
+from holdfast.storage._system import System
+from holdfast.testing import StorageConformance
+
+
+class TestOnDisk(StorageConformance):
+    def make_storage(self, tmp_path):
+        return LocalStorage(tmp_path)
+
+
+class TestInAFolderThatIsYetToBeMade(StorageConformance):
+    random_examples = 5
+    many_objects = 100
+
+    def make_storage(self, tmp_path):
+        return LocalStorage(tmp_path / "deep" / "er")
+
+
+class TestInMemory(StorageConformance):
+    """tmpfs, which has no disk behind it."""
+
+    @pytest.fixture
+    def storage(self):
+        memory = Path("/dev/shm")
+        if not memory.is_dir():
+            pytest.skip("needs a filesystem in memory at /dev/shm")
+        with tempfile.TemporaryDirectory(dir=memory) as folder:
+            yield LocalStorage(folder)
+
+
+class RefusesDirect(System):
+    """A filesystem that does not open files for direct I/O, and makes them all the same."""
+
+    def _open(self, name, flags, mode, folder, *, direct):
+        if direct and flags & os.O_CREAT:
+            os.close(super()._open(name, flags, mode, folder, direct=False)[0])
+            self.unlink(name, folder)
+        return super()._open(name, flags, mode, folder, direct=False)
+
+
+class RefusesDirectLate(System):
+    """A filesystem that opens files for direct I/O and then takes none."""
+
+    def __init__(self):
+        self._direct = set()
+
+    def _open(self, name, flags, mode, folder, *, direct):
+        fd, direct = super()._open(name, flags, mode, folder, direct=direct)
+        if direct:
+            self._direct.add(fd)
+        return fd, direct
+
+    def make_buffered(self, fd):
+        super().make_buffered(fd)
+        self._direct.discard(fd)
+
+    def close(self, fd):
+        self._direct.discard(fd)
+        super().close(fd)
+
+    def write(self, fd, data, offset):
+        self._refuse(fd)
+        return super().write(fd, data, offset)
+
+    def read(self, fd, into, offset):
+        self._refuse(fd)
+        return super().read(fd, into, offset)
+
+    def _refuse(self, fd):
+        if fd in self._direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+class HasNoLinks(System):
+    """A filesystem without hard links, as FAT and some network mounts are."""
+
+    def link(self, old, new, folder):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+class GivesLittle(System):
+    """A disk that moves a few bytes at a time, at odd places."""
+
+    def write(self, fd, data, offset):
+        return super().write(fd, data[: max(1, len(data) * 2 // 3)], offset)
+
+    def read(self, fd, into, offset):
+        return super().read(fd, into[: max(1, len(into) * 2 // 3)], offset)
+
+
+class TestWhereDirectIsRefused(StorageConformance):
+    random_examples = 10
+    many_objects = 100
+
+    def make_storage(self, tmp_path):
+        return LocalStorage(tmp_path, system=RefusesDirect())
+
+
+class TestWhereDirectIsRefusedLate(StorageConformance):
+    random_examples = 10
+    many_objects = 100
+
+    def make_storage(self, tmp_path):
+        return LocalStorage(tmp_path, system=RefusesDirectLate())
+
+
+class TestWithoutHardLinks(StorageConformance):
+    random_examples = 10
+    many_objects = 100
+
+    def make_storage(self, tmp_path):
+        return LocalStorage(tmp_path, system=HasNoLinks())
+
+
+class TestWithShortReadsAndWrites(StorageConformance):
+    random_examples = 10
+    many_objects = 100
+    many_ranges = 200
+    large_bytes = 5 * 1024 * 1024 + 4095
+
+    def make_storage(self, tmp_path):
+        return LocalStorage(tmp_path, system=GivesLittle())

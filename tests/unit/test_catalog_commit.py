@@ -1,0 +1,427 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+from catalog_tools import Observed, aged, begun, files_of, leftovers, memory_of, put
+
+from holdfast.catalog import Catalog
+from holdfast.catalog._collect import collect_garbage
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    SaveError,
+    StorageError,
+    TransientStorageError,
+)
+from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.testing import FakeClock, Fault, FaultyStorage
+
+OLD, NEW = {"x": np.arange(5.0), "n": 1}, {"x": np.arange(9.0), "n": 2}
+OTHER = {"y": np.arange(3), "n": 3}
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request, tmp_path):
+    return LocalStorage(tmp_path / "root") if request.param == "local" else MemoryStorage()
+
+
+def numbers(catalog):
+    """What every listed checkpoint holds; reading verifies it."""
+    return {info.prefix: catalog.read(info.prefix)["n"] for info in catalog.list()}
+
+
+def test_a_checkpoint_is_invisible_until_write_returns(storage):
+    seen = []
+
+    def look(method, key):
+        others = Catalog(storage)
+        seen.append(numbers(others))
+        with pytest.raises(CheckpointNotFoundError):
+            others.info("a")
+
+    watched = Observed(storage, before=lambda m, k: committed or look(m, k))
+    committed = []
+    watched.after = lambda m, k: committed.append(k) if k == "a/metadata.json" else None
+    Catalog(watched).write("a", NEW)
+    assert len(seen) > 8
+    assert all(found == {} for found in seen)
+    assert numbers(Catalog(storage)) == {"a": 2}
+    assert leftovers(storage) == []
+
+
+def test_overwriting_shows_the_old_or_the_new_one_at_every_call(storage):
+    Catalog(storage).write("a", OLD)
+    seen = []
+
+    def look(method, key):
+        seen.append(numbers(Catalog(storage))["a"])
+
+    Catalog(Observed(storage, before=look, after=look)).write("a", NEW, overwrite=True)
+    assert seen == sorted(seen)
+    assert {1, 2} == set(seen)
+    assert leftovers(storage) == []
+
+
+def test_a_reader_in_another_thread_always_gets_the_old_or_the_new_one_whole(storage):
+    catalog = Catalog(storage)
+    catalog.write("a", {"x": np.full(1000, 0), "n": 0})
+    stop = threading.Event()
+    problems = []
+
+    def read():
+        reader = Catalog(storage)
+        while not stop.is_set():
+            try:
+                found = reader.read("a")
+                if set(found["x"].tolist()) != {found["n"]}:
+                    problems.append(found)
+            except BaseException as error:
+                problems.append(error)
+                return
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for n in range(1, 15):
+            catalog.write("a", {"x": np.full(1000, n), "n": n}, overwrite=True)
+    finally:
+        stop.set()
+        thread.join()
+    assert problems == []
+
+
+def test_a_taken_prefix_is_refused_and_left_as_it_is(storage):
+    catalog = Catalog(storage)
+    catalog.write("a", OLD)
+    before = files_of(storage)
+    with pytest.raises(CheckpointExistsError, match="choose another name, or overwrite") as caught:
+        catalog.write("a", NEW)
+    assert caught.value.path == f"{storage.url}/a"
+    assert files_of(storage) == before
+
+
+def test_the_newest_comes_first_whatever_the_names_are():
+    catalog = Catalog(MemoryStorage())
+    for prefix in ["b", "z/9", "a", "z/10"]:
+        catalog.write(prefix, {})
+    catalog.write("b", {}, overwrite=True)
+    assert [info.prefix for info in catalog.list()] == ["b", "z/10", "a", "z/9"]
+    assert [info.ordinal for info in catalog.list()] == [5, 4, 3, 2]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_saves_of_one_name_at_the_same_time_one_wins(storage, overwrite):
+    if overwrite:
+        Catalog(storage).write("a", OLD)
+    barrier = threading.Barrier(2)
+    outcomes, refused = [], []
+
+    def save(n):
+        gate = Observed(storage, before=lambda m, k: barrier.wait(10) if m == "finish" else None)
+        try:
+            Catalog(gate).write("a", {"n": n, "x": np.full(4, n)}, overwrite=overwrite)
+            outcomes.append(n)
+        except SaveError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=save, args=(n,)) for n in (10, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 1
+    assert len(refused) == 1
+    assert "nothing was committed" in refused[0]
+    found = Catalog(storage).read("a")
+    assert found["n"] == outcomes[0]
+    assert set(found["x"].tolist()) == {outcomes[0]}
+    assert leftovers(storage) == []
+
+
+# --- saves that were stopped
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_was_given_up_cannot_commit(storage, overwrite):
+    if overwrite:
+        Catalog(storage).write("a", OLD)
+    attempt, record = begun(storage, "a", np.arange(4), overwrite=overwrite)
+    report = aged(storage, intent=10_000).gc()
+    assert attempt.intent.key in report.deleted
+    assert attempt.shard_key(0) in report.deleted
+    with pytest.raises(SaveError, match="nothing was committed"), attempt:
+        attempt.commit(record)
+    assert numbers(Catalog(storage)) == ({"a": 1} if overwrite else {})
+    Catalog(storage).write("a", NEW, overwrite=overwrite)
+    assert numbers(Catalog(storage)) == {"a": 2}
+    assert leftovers(storage) == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_given_up_between_its_last_look_and_its_commit_cannot_commit(storage, overwrite):
+    if overwrite:
+        Catalog(storage).write("a", OLD)
+    watched = Observed(storage)
+    attempt, record = begun(watched, "a", np.arange(4), overwrite=overwrite)
+
+    def stop(method, key):
+        if key == "a/metadata.json" and method in {"create", "replace"}:
+            aged(storage, intent=10_000).gc()
+
+    watched.before = stop
+    with pytest.raises(SaveError, match="gave up this checkpoint"), attempt:
+        attempt.commit(record)
+    assert numbers(Catalog(storage)) == ({"a": 1} if overwrite else {})
+    assert [key for key in leftovers(storage) if "metadata" not in key] == []
+
+
+@pytest.mark.parametrize("then", ["rollback", "save and delete", "rollback twice"])
+def test_a_save_that_was_given_up_cannot_commit_after_the_name_was_used_again(then):
+    storage = MemoryStorage()
+    watched = Observed(storage)
+    attempt, record = begun(watched, "a", np.arange(4))
+    catalog = Catalog(storage)
+
+    def stop(method, key):
+        if key == "a/metadata.json" and method == "create":
+            aged(storage, intent=10_000).gc()
+            if then == "save and delete":
+                catalog.write("a", NEW)
+                catalog.delete("a")
+            else:
+                catalog.rollback("a")
+            if then == "rollback twice":
+                catalog.rollback("a")
+
+    watched.before = stop
+    with pytest.raises(SaveError, match="nothing was committed"), attempt:
+        attempt.commit(record)
+    assert catalog.list() == []
+    assert leftovers(storage) == ["a/metadata.json"]
+    catalog.write("a", NEW)
+    assert numbers(catalog) == {"a": 2}
+
+
+def test_a_living_save_is_left_alone_by_gc_and_then_commits(storage):
+    attempt, record = begun(storage, "a", np.arange(4))
+    before = files_of(storage)
+    report = Catalog(storage).gc()
+    assert report.deleted == ()
+    assert report.kept == {"a": "a save is under way"}
+    assert files_of(storage) == before
+    with attempt:
+        attempt.commit(record)
+    assert Catalog(storage).read("a")["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_living_save_does_not_fail_because_one_before_it_was_given_up(storage):
+    dead, _ = begun(storage, "a", np.arange(4))
+    alive, record = begun(storage, "a", np.arange(4))
+    observed = Observed(storage)
+    observed.ages = {dead.intent.attempt: 10_000.0}
+    report = Catalog(observed).gc()
+    assert report.deleted == ()
+    with alive:
+        alive.commit(record)
+    assert Catalog(storage).read("a")["x"].tolist() == [0, 1, 2, 3]
+    Catalog(observed).gc()
+    assert leftovers(storage) == []
+
+
+def test_a_lease_ends_in_real_time_too(storage):
+    attempt, record = begun(storage, "a", np.arange(4), lease_s=0.05)
+    time.sleep(0.2)
+    assert attempt.shard_key(0) in Catalog(storage).gc().deleted
+    with pytest.raises(SaveError, match=r"lost its lease of 0\.05 s"), attempt:
+        attempt.commit(record)
+
+
+def test_a_lease_is_renewed_while_the_save_goes_on():
+    storage = MemoryStorage()
+    clock = FakeClock()
+    watched = Observed(storage)
+    writes = []
+
+    def note(method, key):
+        if method == "write_at":
+            clock.advance(200)
+        if method in {"create", "replace"} and "intent" in key:
+            writes.append(method)
+
+    watched.before = note
+    Catalog(watched, clock=clock).write("a", {f"t{i}": np.zeros(4) for i in range(10)})
+    assert writes.count("create") == 1
+    assert writes.count("replace") >= 9
+
+
+def test_a_save_whose_lease_was_lost_on_the_way_stops_writing():
+    storage = MemoryStorage()
+    clock = FakeClock()
+
+    def lose(method, key):
+        clock.advance(1000)
+        if method == "finish":
+            raise AssertionError("it went on")
+        for info in [*storage.list("a/intent")]:
+            storage.delete(info.key)
+
+    watched = Observed(
+        storage, before=lambda m, k: lose(m, k) if m in {"write_at", "finish"} else 0
+    )
+    with pytest.raises(SaveError, match="somebody cleaned up after it"):
+        Catalog(watched, clock=clock).write("a", NEW)
+    assert files_of(storage) == {}
+
+
+def test_a_file_that_vanishes_or_changes_before_the_commit_stops_it():
+    for damage in (lambda s, k: s.delete(k), lambda s, k: put(s, k, b"short")):
+        storage = MemoryStorage()
+        attempt, record = begun(storage, "a", np.arange(4))
+        damage(storage, attempt.shard_key(0))
+        with pytest.raises(SaveError, match="nothing was committed"), attempt:
+            attempt.commit(record)
+        assert files_of(storage) == {}
+
+
+def test_a_save_that_is_left_without_a_commit_leaves_nothing():
+    storage = MemoryStorage()
+    attempt, _ = begun(storage, "a", np.arange(4))
+    with attempt:
+        pass
+    assert files_of(storage) == {}
+    attempt.abort()
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing():
+    storage = MemoryStorage()
+    huge = {"x": np.zeros(2), "text": "t" * (65 * 1024 * 1024)}
+    with pytest.raises(SaveError, match="more than 67108864; nothing was committed"):
+        Catalog(storage).write("a", huge)
+    assert files_of(storage) == {}
+
+
+# --- answers that get lost
+
+
+def test_a_commit_whose_answer_was_lost_counts_as_committed():
+    inner = MemoryStorage()
+    fault = Fault("create", 2, TransientStorageError("lost"), "after")
+    faulty = FaultyStorage(inner, [fault])
+    info = Catalog(faulty).write("a", NEW)
+    assert faulty.unfired == ()
+    assert info == Catalog(inner).info("a")
+    assert leftovers(inner) == []
+
+
+def test_an_overwrite_whose_answer_was_lost_counts_as_committed():
+    inner = MemoryStorage()
+    Catalog(inner).write("a", OLD)
+    faulty = FaultyStorage(inner, [Fault("replace", 1, TransientStorageError("lost"), "after")])
+    Catalog(faulty).write("a", NEW, overwrite=True)
+    assert faulty.unfired == ()
+    assert numbers(Catalog(inner)) == {"a": 2}
+    assert leftovers(inner) == []
+
+
+def test_a_commit_that_shows_but_may_not_be_durable_is_not_acknowledged():
+    inner = MemoryStorage()
+    faulty = FaultyStorage(inner, [Fault("create", 2, StorageError("fsync failed"), "after")])
+    with pytest.raises(StorageError, match="fsync failed") as caught:
+        Catalog(faulty).write("a", NEW)
+    assert "is unknown" in caught.value.__notes__[0]
+    assert numbers(Catalog(inner)) == {"a": 2}
+
+
+def test_a_commit_that_was_refused_is_cleaned_up():
+    inner = MemoryStorage()
+    faulty = FaultyStorage(inner, [Fault("create", 2, StorageError("no"), "before")])
+    with pytest.raises(StorageError, match="no"):
+        Catalog(faulty).write("a", NEW)
+    assert files_of(inner) == {}
+
+
+def test_an_intent_whose_answer_was_lost_is_not_left():
+    inner = MemoryStorage()
+    faulty = FaultyStorage(inner, [Fault("create", 1, TransientStorageError("lost"), "after")])
+    with pytest.raises(TransientStorageError):
+        Catalog(faulty).write("a", NEW)
+    assert files_of(inner) == {}
+
+
+def test_a_failing_cleanup_does_not_hide_why_the_save_failed():
+    inner = MemoryStorage()
+    faults = [Fault("finish", 1, StorageError("disk")), Fault("delete", 1, StorageError("stuck"))]
+    with pytest.raises(StorageError, match="disk") as caught:
+        Catalog(FaultyStorage(inner, faults)).write("a", NEW)
+    assert "could not be removed: stuck" in caught.value.__notes__[0]
+
+
+# --- a crash at every call
+
+
+def prepared():
+    """Two checkpoints, one that was given up, and a file without an intent."""
+    storage = MemoryStorage()
+    Catalog(storage).write("a", OLD)
+    Catalog(storage).write("b", OTHER)
+    begun(storage, "c", np.arange(4))
+    put(storage, "b/shard-0-00000000000000ff.safetensors", b"left by somebody")
+    put(storage, "d/shard-3-00000000000000ff-1.safetensors", b"left by somebody")
+    return files_of(storage)
+
+
+PREPARED = prepared()
+
+
+OPERATIONS = {
+    "write": (lambda c: c.write("e", NEW), {"e": {None, 2}}),
+    "overwrite": (lambda c: c.write("a", NEW, overwrite=True), {"a": {1, 2}}),
+    "delete": (lambda c: c.delete("a"), {"a": {None, 1}}),
+    "rollback": (lambda c: c.rollback("a"), {"a": {None, 1}}),
+    "rollback of a leftover": (lambda c: c.rollback("c"), {}),
+    "save where one was given up": (lambda c: c.write("c", NEW), {"c": {None, 2}}),
+    "gc": (lambda c: c.gc(), {}),
+}
+
+
+def old_intents(storage):
+    observed = Observed(storage)
+    observed.ages = {"intent": 10_000.0, "clock": 10_000.0}
+    return observed
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("error", [StorageError, TransientStorageError, KeyboardInterrupt])
+def test_a_crash_at_any_call_leaves_only_whole_checkpoints_and_nothing_gc_cannot_remove(
+    operation, when, error
+):
+    run, outcomes = OPERATIONS[operation]
+    calls = FaultyStorage(old_intents(memory_of(PREPARED)))
+    run(Catalog(calls))
+    for nth in range(1, len(calls.calls) + 1):
+        inner = memory_of(PREPARED)
+        faulty = FaultyStorage(old_intents(inner), [Fault("any", nth, error("boom"), when)])
+        done = False
+        try:
+            run(Catalog(faulty))
+            done = True
+        except (CheckpointError, KeyboardInterrupt):
+            pass
+        assert faulty.unfired == ()
+        found = numbers(Catalog(inner))
+        place = f"call {nth}, {calls.calls[nth - 1]}"
+        for prefix, value in {"a": 1, "b": 3, "c": None, "e": None}.items():
+            possible = outcomes.get(prefix, {value})
+            assert found.get(prefix) in possible, place
+            if done and prefix in outcomes:
+                expected = None if operation in {"delete", "rollback"} else 2
+                assert found.get(prefix) == expected, place
+        Catalog(old_intents(inner)).gc()
+        left = leftovers(inner)
+        assert all(key.endswith("/metadata.json") for key in left), place
+        collect_garbage(inner, tombstone_s=-1)
+        assert leftovers(inner) == [], place
+        assert numbers(Catalog(inner)) == found, place

@@ -1,0 +1,490 @@
+import logging
+
+import msgspec
+import numpy as np
+import pytest
+from catalog_tools import Observed, Part, aged, begun, files_of, leftovers, put, reread, write_parts
+
+from holdfast.catalog import Catalog
+from holdfast.catalog._attempt import Attempt
+from holdfast.catalog._collect import collect_garbage
+from holdfast.catalog._committed import find_record
+from holdfast.catalog._intents import encode_intent
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    CorruptedError,
+    IncompatibleVersionError,
+    SaveError,
+    StorageError,
+)
+from holdfast.format import StoredFile
+from holdfast.reshard import Box, Grid
+from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.testing import Fault, FaultyStorage
+
+ATTEMPT = "00000000000000aa"
+INTENT = (
+    b'{"format":"holdfast-intent","version":1,"attempt":"00000000000000dd","lease_s":%b,'
+    b'"refers":[],"host":"h","pid":1}'
+)
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request, tmp_path):
+    return LocalStorage(tmp_path / "root") if request.param == "local" else MemoryStorage()
+
+
+def whole(array):
+    return array, Grid.whole(array.shape), [Part(Box.whole(array.shape), 0)]
+
+
+def referring(storage, prefix="ref", to="base"):
+    """``base`` with a tensor of its own, and ``ref``, whose tensor is in the file of ``base``."""
+    base = write_parts(storage, to, {"w": whole(np.arange(6.0))}, attempt="00000000000000bb")
+    file = base.files[0]
+    borrowed = StoredFile(name=file.name, size_bytes=file.size_bytes, digest=file.digest, prefix=to)
+    write_parts(storage, prefix, {}, borrowed=[borrowed], more={"w": base.tensors["w"]}, ordinal=2)
+    return f"{to}/{file.name}"
+
+
+# --- files of other checkpoints
+
+
+def test_a_checkpoint_that_refers_to_anothers_files_reads_and_verifies(storage):
+    key = referring(storage)
+    catalog = Catalog(storage)
+    assert catalog.read("ref")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert catalog.verify("ref").is_intact
+    assert catalog.verify("ref").files == 1
+    damaged = bytearray(storage.read(key))
+    damaged[4096] ^= 1
+    put(storage, key, bytes(damaged))
+    (damage,) = catalog.verify("ref").damage
+    assert (damage.file, damage.tensor) == (key, "w")
+
+
+@pytest.mark.parametrize("operation", ["delete", "overwrite", "rollback", "delete and gc"])
+def test_files_that_another_checkpoint_names_outlive_their_own(storage, operation):
+    key = referring(storage)
+    catalog = Catalog(storage)
+    if operation == "overwrite":
+        catalog.write("base", {"n": 1}, overwrite=True)
+    elif operation == "rollback":
+        catalog.rollback("base")
+    else:
+        catalog.delete("base")
+    aged(storage, intent=10_000, clock=10_000).gc()
+    assert storage.stat(key).size_bytes > 0
+    assert catalog.read("ref")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    catalog.delete("ref")
+    report = catalog.gc()
+    assert key in report.deleted
+    assert leftovers(storage) == []
+
+
+def test_what_a_living_save_refers_to_is_kept_until_it_is_over(storage):
+    base = write_parts(storage, "base", {"w": whole(np.arange(6.0))})
+    key = f"base/{base.files[0].name}"
+    attempt = Attempt.begin(storage, "new", refers=["base"])
+    catalog = Catalog(storage)
+    catalog.delete("base")
+    catalog.gc()
+    assert storage.stat(key).size_bytes == base.files[0].size_bytes
+    attempt.abort()
+    assert key in catalog.gc().deleted
+    aged(storage, metadata=10**7).gc()
+    assert files_of(storage) == {}
+
+
+def test_what_a_silent_save_refers_to_is_kept_until_it_is_given_up(storage):
+    base = write_parts(storage, "base", {"w": whole(np.arange(6.0))})
+    key = f"base/{base.files[0].name}"
+    watched = Observed(storage)
+    attempt, record = begun(watched, "new", np.arange(3), refers=["base"])
+    file = base.files[0]
+    borrowed = StoredFile(
+        name=file.name, size_bytes=file.size_bytes, digest=file.digest, prefix="base"
+    )
+
+    def stop(method, k):
+        if k == "new/metadata.json" and method == "create":
+            watched.before = lambda m, k: None
+            aged(storage, intent=10_000).delete("base")
+
+    watched.before = stop
+    with attempt:
+        attempt.commit(msgspec.structs.replace(record, files=(*record.files, borrowed)))
+    catalog = Catalog(storage)
+    assert catalog.verify("new").is_intact
+    catalog.gc()
+    assert storage.stat(key).size_bytes == file.size_bytes
+
+
+def test_a_silent_save_and_what_it_refers_to_go_together(storage):
+    base = write_parts(storage, "base", {"w": whole(np.arange(6.0))})
+    attempt = Attempt.begin(storage, "new", refers=["base"])
+    Catalog(storage).delete("base")
+    report = aged(storage, intent=10_000).gc()
+    assert f"base/{base.files[0].name}" in report.deleted
+    assert attempt.intent.key in report.deleted
+    with pytest.raises(SaveError, match="lost its lease"):
+        attempt.commit(base)
+
+
+# --- what gc removes, and what not
+
+
+def test_gc_of_an_empty_or_tidy_storage_removes_nothing(storage):
+    catalog = Catalog(storage)
+    assert catalog.gc().deleted == ()
+    catalog.write("a", {"x": np.arange(3)})
+    before = files_of(storage)
+    report = catalog.gc()
+    assert (report.deleted, dict(report.kept), report.swept) == ((), {}, 0)
+    assert files_of(storage) == before
+
+
+def test_gc_removes_files_that_no_checkpoint_names_and_leaves_foreign_ones(storage):
+    catalog = Catalog(storage)
+    catalog.write("a", {"x": np.arange(3)})
+    for key in [
+        "a/shard-7-00000000000000cc.safetensors",
+        "z/shard-0-00000000000000cc-3.safetensors",
+    ]:
+        put(storage, key, b"left")
+    foreign = ["notes.txt", "a/model.safetensors", "a/shard-x.safetensors", "z/metadata.json.bak"]
+    for key in foreign:
+        put(storage, key, b"not ours")
+    report = catalog.gc()
+    assert sorted(report.deleted) == [
+        "a/shard-7-00000000000000cc.safetensors",
+        "z/shard-0-00000000000000cc-3.safetensors",
+    ]
+    assert leftovers(storage) == sorted(foreign)
+
+
+def test_gc_removes_a_file_of_the_committed_save_itself_that_its_record_does_not_name():
+    storage = MemoryStorage()
+    write_parts(storage, "a", {"w": whole(np.arange(3))})
+    put(storage, f"a/shard-0-{ATTEMPT}-9.safetensors", b"a part that was given up")
+    assert Catalog(storage).gc().deleted == (f"a/shard-0-{ATTEMPT}-9.safetensors",)
+    assert Catalog(storage).verify("a").is_intact
+
+
+def test_a_save_that_begins_while_gc_looks_is_left_alone():
+    storage = MemoryStorage()
+    state = {}
+
+    def begin_after_listing(method, key):
+        if method == "list" and key == "" and not state:
+            state["save"] = begun(storage, "a", np.arange(3))
+            put(storage, state["save"][0].intent.key + ".x", b"")
+
+    def hide_intent_from_listing():
+        class Late(Observed):
+            def list(self, prefix=""):
+                for info in super().list(prefix):
+                    if "intent" not in info.key:
+                        yield info
+
+        return Late(storage, before=begin_after_listing)
+
+    report = Catalog(hide_intent_from_listing()).gc()
+    assert report.deleted == ()
+    assert report.kept == {"a": "a save began while gc was looking"}
+    attempt, record = state["save"]
+    with attempt:
+        attempt.commit(record)
+    assert Catalog(storage).verify("a").is_intact
+
+
+def test_a_save_that_commits_while_gc_looks_is_left_alone():
+    storage = MemoryStorage()
+    attempt, record = begun(storage, "a", np.arange(3))
+    done = []
+
+    def commit(method, key):
+        if method == "create" and key == "a/metadata.json" and not done:
+            done.append(key)
+            with attempt:
+                attempt.commit(record)
+
+    observed = Observed(storage, before=commit)
+    observed.ages = {"intent": 10_000.0}
+    report = Catalog(observed).gc()
+    assert report.deleted == ()
+    assert report.kept == {"a": "it changed while gc was looking"}
+    assert Catalog(storage).verify("a").is_intact
+    assert leftovers(storage) == []
+
+
+def test_tombstones_are_not_listed_and_stay_for_a_week(storage):
+    begun(storage, "a", np.arange(3))
+    catalog = Catalog(storage)
+    aged(storage, intent=10_000).gc()
+    assert leftovers(storage) == ["a/metadata.json"]
+    assert catalog.list() == []
+    for call in (catalog.info, catalog.read, catalog.open, catalog.delete, catalog.verify):
+        with pytest.raises(CheckpointNotFoundError):
+            call("a")
+    aged(storage, metadata=6 * 24 * 3600).gc()
+    assert leftovers(storage) == ["a/metadata.json"]
+    assert aged(storage, metadata=8 * 24 * 3600).gc().deleted == ("a/metadata.json",)
+    assert files_of(storage) == {}
+
+
+def test_a_tombstone_that_a_save_replaces_while_gc_looks_is_left_alone():
+    storage = MemoryStorage()
+    begun(storage, "a", np.arange(3))
+    aged(storage, intent=10_000).gc()
+    saved = []
+
+    def save(method, key):
+        if method == "stat" and key == "a/metadata.json" and len(saved) < 2:
+            saved.append(key)
+            if len(saved) == 2:
+                Catalog(storage).write("a", {"n": 1})
+
+    observed = Observed(storage, before=save)
+    observed.ages = {"metadata": 8 * 24 * 3600.0}
+    Catalog(observed).gc()
+    assert len(saved) == 2
+    assert Catalog(storage).read("a") == {"n": 1}
+
+
+def test_old_clock_objects_are_removed():
+    storage = MemoryStorage()
+    put(storage, "clock-0123456789abcdef", b"")
+    assert Catalog(storage).gc().deleted == ()
+    assert aged(storage, clock=4000).gc().deleted == ("clock-0123456789abcdef",)
+
+
+# --- records and intents that cannot be read
+
+
+def newer(storage, prefix):
+    put(storage, f"{prefix}/metadata.json", b'{"format":"holdfast","version":2,"what":"ever"}')
+
+
+def corrupted(storage, prefix):
+    data = bytearray(storage.read(f"{prefix}/metadata.json"))
+    data[len(data) // 2] ^= 4
+    put(storage, f"{prefix}/metadata.json", bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"), [(newer, IncompatibleVersionError), (corrupted, CorruptedError)]
+)
+def test_a_record_that_cannot_be_read(storage, caplog, damage, error):
+    catalog = Catalog(storage)
+    catalog.write("a", {"x": np.arange(3)})
+    catalog.write("b", {"x": np.arange(3)})
+    damage(storage, "a")
+    put(storage, "c/shard-0-00000000000000cc.safetensors", b"left")
+    begun(storage, "d", np.arange(3))
+    before = files_of(storage)
+
+    with caplog.at_level(logging.WARNING, "holdfast.catalog"):
+        assert [info.prefix for info in catalog.list()] == ["b"]
+    assert "left out of the list" in caplog.text
+    assert "a/metadata.json" in caplog.text
+
+    report = aged(storage, intent=10_000).gc()
+    assert report.deleted == ()
+    assert "may refer to these files" in report.kept["c"]
+    assert "may refer to these files" in report.kept["d"]
+    assert "its commit record cannot be read" in report.kept["a"]
+    assert files_of(storage) == before
+
+    for call in (catalog.info, catalog.read, catalog.open, catalog.delete):
+        with pytest.raises(error, match=r"a/metadata\.json"):
+            call("a")
+    with pytest.raises(error) as caught:
+        catalog.write("a", {})
+    with pytest.raises(error) as caught:
+        catalog.delete("a")
+    assert "rollback removes" in caught.value.__notes__[0]
+    (found,) = catalog.verify("a").damage
+    assert (found.file, found.tensor) == ("a/metadata.json", None)
+
+    catalog.rollback("a")
+    assert [info.prefix for info in catalog.list()] == ["b"]
+    assert [info.key for info in storage.list("a/shard")] == []
+    aged(storage, intent=10_000).gc()
+    aged(storage, metadata=10**7).gc()
+    assert leftovers(storage) == []
+    assert catalog.verify("b").is_intact
+
+
+def test_while_one_record_cannot_be_read_no_file_of_another_is_deleted(storage):
+    catalog = Catalog(storage)
+    for prefix in "abc":
+        catalog.write(prefix, {"x": np.arange(3)})
+    corrupted(storage, "a")
+    shards = [info.key for info in storage.list() if "shard" in info.key]
+    catalog.delete("b")
+    with pytest.raises(StorageError, match="no checkpoint any more, but not all of its files"):
+        catalog.rollback("c")
+    assert [info.key for info in storage.list() if "shard" in info.key] == shards
+    assert catalog.list() == []
+    catalog.rollback("a")
+    catalog.gc()
+    aged(storage, metadata=10**7).gc()
+    assert files_of(storage) == {}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b'{"format":"holdfast-intent","version":2}',
+        INTENT % b"1e308",
+        INTENT % b"-5",
+        b"x" * (17 * 1024 * 1024),
+    ],
+    ids=["empty", "cut", "deep", "newer", "huge lease", "negative lease", "huge"],
+)
+def test_an_intent_that_cannot_be_read_counts_as_alive_for_a_usual_lease(data):
+    storage = MemoryStorage()
+    catalog = Catalog(storage)
+    catalog.write("a", {"x": np.arange(3)})
+    put(storage, "z/intent-00000000000000dd.json", data)
+    put(storage, "c/shard-0-00000000000000cc.safetensors", b"left")
+    assert [info.prefix for info in catalog.list()] == ["a"]
+    report = catalog.gc()
+    assert report.deleted == ()
+    assert report.kept["z"] == "a save is under way"
+    assert "cannot be read, and it may refer" in report.kept["c"]
+    report = aged(storage, intent=1000).gc()
+    assert "z/intent-00000000000000dd.json" in report.deleted
+    assert "c/shard-0-00000000000000cc.safetensors" in report.deleted
+    assert catalog.verify("a").is_intact
+
+
+def test_an_intent_under_the_name_of_another_attempt_counts_as_unreadable():
+    storage = MemoryStorage()
+    attempt = Attempt.begin(storage, "a")
+    storage.create("b/intent-00000000000000dd.json", encode_intent(attempt.intent))
+    attempt.abort()
+    assert Catalog(storage).gc().kept == {"b": "a save is under way"}
+
+
+# --- delete and rollback
+
+
+def test_delete_removes_a_checkpoint_and_nothing_else(storage):
+    catalog = Catalog(storage)
+    catalog.write("a", {"x": np.arange(3)})
+    catalog.write("a/inner", {"x": np.arange(4)})
+    catalog.delete("a")
+    assert [info.prefix for info in catalog.list()] == ["a/inner"]
+    assert catalog.verify("a/inner").is_intact
+    assert leftovers(storage) == []
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint") as caught:
+        catalog.delete("a")
+    assert caught.value.path == f"{storage.url}/a"
+
+
+def test_a_delete_does_not_take_a_checkpoint_that_has_just_replaced_the_one_it_meant():
+    storage = MemoryStorage()
+    catalog = Catalog(storage)
+    catalog.write("a", {"n": 1})
+    once = iter([1])
+
+    def overwrite(method, key):
+        if method == "replace" and key == "a/metadata.json" and next(once, None):
+            catalog.write("a", {"n": 2}, overwrite=True)
+
+    with pytest.raises(StorageError, match="at the same time; nothing was deleted, try again"):
+        Catalog(Observed(storage, before=overwrite)).delete("a")
+    assert catalog.read("a") == {"n": 2}
+
+
+def test_a_save_that_overwrites_what_is_deleted_meanwhile_fails_cleanly(storage):
+    catalog = Catalog(storage)
+    catalog.write("a", {"x": np.arange(2)})
+    attempt, record = begun(storage, "a", np.arange(5), overwrite=True)
+    catalog.delete("a")
+    with pytest.raises(SaveError, match="deleted or gave up"), attempt:
+        attempt.commit(record)
+    assert catalog.list() == []
+    catalog.gc()
+    aged(storage, metadata=10**7).gc()
+    assert files_of(storage) == {}
+
+
+def test_files_that_cannot_be_deleted_are_reported_and_left_to_gc():
+    inner = MemoryStorage()
+    write_parts(
+        inner,
+        "a",
+        {"w": (np.arange(4), Grid((4,), (1,)), [Part(Box((i,), (i + 1,)), i) for i in range(4)])},
+    )
+    faults = [Fault("delete", 3, StorageError("stuck", path="k")), Fault("delete", 4, OSError("x"))]
+    with pytest.raises(StorageError, match=r"not all of its files are removed: 1 could not be"):
+        Catalog(FaultyStorage(inner, faults[:1])).delete("a")
+    assert Catalog(inner).list() == []
+    assert len([*inner.list("a/shard")]) == 1
+    assert len(Catalog(inner).gc().deleted) == 1
+
+
+def test_rollback_removes_everything_under_a_prefix_committed_or_not(storage):
+    catalog = Catalog(storage)
+    catalog.write("a", {"x": np.arange(3)})
+    put(storage, "a/shard-5-00000000000000cc.safetensors", b"left")
+    catalog.rollback("a")
+    assert files_of(storage) == {}
+    catalog.rollback("a")
+    catalog.rollback("never there")
+    put(storage, "b/shard-5-00000000000000cc.safetensors", b"left")
+    catalog.rollback("b")
+    assert files_of(storage) == {}
+
+
+def test_rollback_refuses_while_a_save_is_under_way(storage):
+    catalog = Catalog(storage)
+    catalog.write("a", {"x": np.arange(3)})
+    attempt, record = begun(storage, "a", np.arange(5), overwrite=True)
+    before = files_of(storage)
+    with pytest.raises(StorageError, match=r"a save is under way here \(process \d+ on .*\); wait"):
+        catalog.rollback("a")
+    assert files_of(storage) == before
+    with attempt:
+        attempt.commit(record)
+    catalog.gc()
+    assert catalog.verify("a").is_intact
+    assert leftovers(storage) == []
+
+
+def test_a_save_that_began_before_a_rollback_of_a_silent_one_cannot_commit(storage):
+    watched = Observed(storage)
+    attempt, record = begun(watched, "a", np.arange(5))
+
+    def stop(method, key):
+        if key == "a/metadata.json" and method == "create":
+            aged(storage, intent=10_000).rollback("a")
+
+    watched.before = stop
+    with pytest.raises(SaveError, match="nothing was committed"), attempt:
+        attempt.commit(record)
+    assert Catalog(storage).list() == []
+    assert leftovers(storage) == ["a/metadata.json"]
+    found = find_record(storage, "a")
+    assert found is not None
+    assert (found.is_committed, found.record.fence) == (False, 1)
+    collect_garbage(storage, tombstone_s=-1)
+    assert files_of(storage) == {}
+
+
+def test_a_fenced_record_is_the_same_checkpoint(storage):
+    catalog = Catalog(storage)
+    info = catalog.write("a", {"x": np.arange(3)}, step=4)
+    begun(storage, "a", np.arange(9), overwrite=True)
+    aged(storage, intent=10_000).gc()
+    assert catalog.info("a") == info
+    assert catalog.read("a")["x"].tolist() == [0, 1, 2]
+    record = catalog.open("a")._found.record
+    assert record.fence == 1
+    assert reread(record, fence=0) != storage.read("a/metadata.json")
