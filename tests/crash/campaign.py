@@ -31,7 +31,7 @@ MOST_VIOLATIONS = 20
 MOST_IMAGES = 10
 
 
-def state_of(value: int, elements: int = 900) -> dict[str, object]:
+def state_of(value: int, elements: int = 2000) -> dict[str, object]:
     """A state that no other value has any block of."""
     rng = np.random.default_rng(value)
     return {
@@ -157,9 +157,7 @@ def _gc_later(run: Run) -> None:
 WORKLOADS = [
     Workload(name="first save", run=_one),
     Workload(name="second save", before=_one, run=lambda run: run.save("step_2", 2)),
-    Workload(
-        name="overwrite", before=_two, run=lambda run: run.save("step_1", 3, overwrite=True)
-    ),
+    Workload(name="overwrite", before=_two, run=lambda run: run.save("step_1", 3, overwrite=True)),
     Workload(name="delete", before=_two, run=lambda run: run.delete("step_1")),
     Workload(
         name="delete and save again",
@@ -304,7 +302,9 @@ class _Explorer:
             else:
                 disk.apply(op)
             if started:
-                promises = str(sorted((subject, sorted(map(str, v))) for subject, v in allowed.items()))
+                promises = str(
+                    sorted((subject, sorted(map(str, v))) for subject, v in allowed.items())
+                )
                 for image in disk.images(self._rng, most, ordered=self._ordered):
                     key = hash((promises, frozenset(image.items())))
                     if key not in self.seen:
@@ -365,7 +365,9 @@ def _short(value: object) -> str:
     return repr(value)[:120]
 
 
-def observe(storage: Storage, read: Callable[[Storage, str], str] | None = None) -> dict[str, object]:
+def observe(
+    storage: Storage, read: Callable[[Storage, str], str] | None = None
+) -> dict[str, object]:
     """Every checkpoint that is there, listed or not, and every plain object, with what it reads
     as."""
     read = read_value if read is None else read

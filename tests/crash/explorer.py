@@ -160,10 +160,7 @@ class Disk:
                 id(file): file.state(pick) for file, pick in zip(torn, choice, strict=False)
             }
             picks = choice[len(torn) :]
-            if ordered:
-                entries = self._prefixes(folders, picks)
-            else:
-                entries = self._independent(names, picks)
+            entries = self._prefixes(folders, picks) if ordered else self._independent(names, picks)
             image: dict[str, bytes] = {}
             self._collect(self.base, "", entries, contents, image)
             yield image
@@ -210,7 +207,7 @@ class Disk:
         image: dict[str, bytes],
     ) -> None:
         for name, state in self.folders[folder].items():
-            to = entries[folder, name] if (folder, name) in entries else state.synced
+            to = entries.get((folder, name), state.synced)
             if to is None:
                 continue
             if to in self.folders:

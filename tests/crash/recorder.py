@@ -131,9 +131,7 @@ class RecordingSystem(System):
         with self._lock:
             self._before()
             written = super().write(fd, data, offset)
-            self.log.append(
-                Op("write", self._by_fd[fd], offset=offset, data=bytes(data[:written]))
-            )
+            self.log.append(Op("write", self._by_fd[fd], offset=offset, data=bytes(data[:written])))
             return written
 
     def read(self, fd, into, offset):

@@ -26,6 +26,7 @@ from recovered import Recovered, visible
 from holdfast.catalog import Catalog
 from holdfast.errors import CheckpointError, NoSpaceError
 from holdfast.storage import LocalStorage
+from holdfast.storage._system import System
 
 EXISTING = {
     "checkpoint old": "value 1",
@@ -226,14 +227,42 @@ def test_a_sync_that_failed_for_a_passing_reason_is_not_worth_another_try(prepar
         shutil.copytree(prepared, base)
         try:
             system = FailingSystem(base, nth, errno.ESTALE)
-            try:
-                ACTS[act][0](LocalStorage(base / ROOT, system=system))
-            except CheckpointError as error:
-                assert system.failed != ["sync"] or not error.transient
+            error = _error_of(ACTS[act][0], LocalStorage(base / ROOT, system=system))
+            assert system.failed != ["sync"] or error is None or not error.transient
             if not system.failed:
                 return
         finally:
             shutil.rmtree(base)
+
+
+class _LosingAnswers(System):
+    """A network disk that does as told, loses the answer, and is then told a second time."""
+
+    def make_folder(self, name, folder=None):
+        super().make_folder(name, folder)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def rename(self, old, new, folder):
+        super().rename(old, new, folder)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    def link(self, old, new, folder):
+        super().link(old, new, folder)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def unlink(self, name, folder):
+        super().unlink(name, folder)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_lost_answer_is_not_taken_for_a_failure(prepared, tmp_path, act):
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    do, change = ACTS[act]
+    do(LocalStorage(tmp_path / ROOT, system=_LosingAnswers()))
+    expected = {subject: value for subject, value in (EXISTING | change).items() if value}
+    assert observe(LocalStorage(tmp_path / ROOT)) == expected
+    assert _hidden(tmp_path) == []
 
 
 class _WithABadSector(FailingSystem):
@@ -308,8 +337,16 @@ def test_what_close_complains_of_is_no_failure(tmp_path):
     assert done.stdout == "before\n", done.stderr
 
 
+def _error_of(act, storage) -> CheckpointError | None:
+    try:
+        act(storage)
+    except CheckpointError as error:
+        return error
+    return None
+
+
 def _fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len([*Path("/proc/self/fd").iterdir()])
 
 
 def _hidden(base: Path) -> list[str]:

@@ -202,9 +202,7 @@ def _cut_again_and_again(tmp_path: Path, cuts: int, seed: int) -> tuple[int, int
     return promised, broken
 
 
-def _settled(
-    found: dict[str, object], allowed: dict[str, set[object]]
-) -> dict[str, set[object]]:
+def _settled(found: dict[str, object], allowed: dict[str, set[object]]) -> dict[str, set[object]]:
     for subject in found.keys() | allowed.keys():
         assert found.get(subject) in allowed.get(subject, {None}), subject
     return {subject: {value} for subject, value in found.items()}
@@ -224,7 +222,7 @@ def _act(
     if value is None:
         catalog.delete(subject.split()[1])
     else:
-        elements = rng.choice([900, 900, 700_000])
+        elements = rng.choice([2000, 2000, 700_000])
         catalog.write(subject.split()[1], state_of(cut, elements), overwrite=act != "save")
     return subject, value
 

@@ -61,12 +61,17 @@ class TestALinkedFolder:
             with pytest.raises(StorageError):
                 look(f"{folder}/secret")
         with pytest.raises(StorageError):
-            storage.read_into(f"{folder}/secret", [ReadRange(start=0, into=memoryview(bytearray(1)))])
+            storage.read_into(
+                f"{folder}/secret", [ReadRange(start=0, into=memoryview(bytearray(1)))]
+            )
 
     @pytest.mark.parametrize("folder", ["link", "a/deep"])
     def test_is_not_written_through(self, storage, outside, folder):
         before = _tree(outside)
-        for act in (lambda: storage.create(f"{folder}/new", b""), lambda: _write(storage, f"{folder}/x/y")):
+        for act in (
+            lambda: storage.create(f"{folder}/new", b""),
+            lambda: _write(storage, f"{folder}/x/y"),
+        ):
             with pytest.raises(StorageError, match="symbolic links are not followed"):
                 act()
         with pytest.raises(StorageError):
@@ -362,9 +367,8 @@ def test_a_path_longer_than_the_system_takes_works(storage):
 
 
 def test_a_name_that_is_no_text_is_listed_read_and_deleted(storage, root):
-    with open(os.path.join(os.fsencode(root), b"odd-\xff\xfe"), "wb") as file:
-        file.write(b"odd")
     odd = os.fsdecode(b"odd-\xff\xfe")
+    (root / odd).write_bytes(b"odd")
     assert [info.key for info in storage.list()] == ["a/kept", odd]
     assert storage.read(odd) == b"odd"
     storage.delete(odd)

@@ -20,15 +20,11 @@ def run(tmp_path):
 def _of(recorder: RecordingSystem, node: int) -> list[str]:
     """What happened to a file, and to the folder that it was given its name in."""
     (made,) = (op for op in recorder.log if op.kind == "create" and op.node == node)
-    story = []
+    story: list[str] = []
     for op in recorder.log:
-        if op.kind in {"write", "size", "sync file"} and op.at == node:
-            story.append(op.kind)
-        elif op.node == node:
-            story.append(op.kind)
-        elif op.kind == "sync folder" and op.at == made.at and story:
-            story.append(op.kind)
-        elif op.kind == "promised":
+        to_file = op.node == node or (op.kind in {"write", "size", "sync file"} and op.at == node)
+        to_folder = op.kind == "sync folder" and op.at == made.at and story
+        if to_file or to_folder or op.kind == "promised":
             story.append(op.kind)
     return story
 

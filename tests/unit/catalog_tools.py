@@ -173,14 +173,16 @@ def write_parts(
 
 
 def leftovers(storage) -> list[str]:
-    """Every object that belongs to no committed checkpoint."""
+    """Every object that belongs to no committed checkpoint. Those that do must all be there."""
     catalog = Catalog(storage)
     named = set()
     for info in catalog.list():
         record = catalog.open(info.prefix)._found.record
         named.add(f"{info.prefix}/metadata.json")
         named |= {f"{file.prefix or info.prefix}/{file.name}" for file in record.files}
-    return [info.key for info in storage.list() if info.key not in named]
+    keys = [info.key for info in storage.list()]
+    assert named <= set(keys)
+    return [key for key in keys if key not in named]
 
 
 def begun(storage, prefix: str, array: np.ndarray, **options) -> tuple[Attempt, CommitRecord]:

@@ -96,7 +96,9 @@ def test_a_taken_prefix_is_refused_and_left_as_it_is(storage):
     catalog = Catalog(storage)
     catalog.write("a", OLD)
     before = files_of(storage)
-    with pytest.raises(CheckpointExistsError, match="choose another name, or overwrite") as caught:
+    with pytest.raises(
+        CheckpointExistsError, match="choose another name, or pass overwrite=True"
+    ) as caught:
         catalog.write("a", NEW)
     assert caught.value.path == f"{storage.url}/a"
     assert files_of(storage) == before
@@ -393,8 +395,16 @@ def old_intents(storage):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("error", [StorageError, TransientStorageError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("when", "error"),
+    [
+        ("before", StorageError),
+        ("after", StorageError),
+        ("before", TransientStorageError),
+        ("after", TransientStorageError),
+        ("after", KeyboardInterrupt),
+    ],
+)
 def test_a_crash_at_any_call_leaves_only_whole_checkpoints_and_nothing_gc_cannot_remove(
     operation, when, error
 ):
@@ -424,4 +434,4 @@ def test_a_crash_at_any_call_leaves_only_whole_checkpoints_and_nothing_gc_cannot
         assert all(key.endswith("/metadata.json") for key in left), place
         collect_garbage(inner, tombstone_s=-1)
         assert leftovers(inner) == [], place
-        assert numbers(Catalog(inner)) == found, place
+        assert {info.prefix for info in Catalog(inner).list()} == found.keys(), place

@@ -228,6 +228,7 @@ def check_prefix(name: str, prefix: object) -> str:
 
 def _exists(storage: Storage, prefix: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        "a committed checkpoint of this name is there already; choose another name, or overwrite",
+        "a committed checkpoint of this name is there already; choose another name, or pass "
+        "overwrite=True",
         path=f"{storage.url}/{prefix}",
     )

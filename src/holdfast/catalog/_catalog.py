@@ -3,7 +3,6 @@
 This is the front of the room; the modules beside it do the work.
 """
 
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -15,17 +14,15 @@ from holdfast.catalog._committed import find_committed
 from holdfast.catalog._delete import delete_checkpoint, delete_replaced, roll_back
 from holdfast.catalog._info import CheckpointInfo, info_of
 from holdfast.catalog._intents import DEFAULT_LEASE_S
+from holdfast.catalog._listing import Listing
 from holdfast.catalog._opened import OpenCheckpoint
 from holdfast.catalog._reading import Tick
-from holdfast.catalog._survey import survey
 from holdfast.catalog._verify import VerifyReport, verify_checkpoint
 from holdfast.catalog._writing import Facts, collect_leaves, record_of, write_leaves
 from holdfast.contracts import Clock, Storage
 from holdfast.errors import LoadError
 from holdfast.format import CompressionLevel, encode_value
 from holdfast.storage import open_storage
-
-_log = logging.getLogger("holdfast.catalog")
 
 _MAX_COUNT: Final = 2**63 - 1
 
@@ -50,6 +47,7 @@ class Catalog:
         self._storage: Storage = _checks.storage("storage", storage)
         self._lease_s = _checks.seconds("lease_s", lease_s)
         self._clock = clock
+        self._listing = Listing(self._storage)
 
     @property
     def storage(self) -> Storage:
@@ -102,13 +100,7 @@ class Catalog:
     def list(self) -> list[CheckpointInfo]:
         """Every committed checkpoint, the newest first. One whose record cannot be read is left
         out, with a warning in the log; ``verify`` says what is wrong with it."""
-        found = []
-        for folder in survey(self._storage).values():
-            if folder.problem is not None:
-                _log.warning("left out of the list: %s", folder.problem)
-            elif folder.found is not None and folder.found.is_committed:
-                found.append(info_of(folder.prefix, folder.found.record))
-        return sorted(found, key=lambda info: (info.ordinal, info.prefix), reverse=True)
+        return self._listing.read()
 
     def info(self, prefix: str) -> CheckpointInfo:
         """``CheckpointNotFoundError`` if it is not committed."""

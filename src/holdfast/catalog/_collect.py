@@ -11,6 +11,7 @@ from holdfast.catalog._names import is_clock, record_key
 from holdfast.catalog._needed import Needed, needed_in, unnamed
 from holdfast.catalog._survey import Folder, storage_time, survey
 from holdfast.contracts import Storage
+from holdfast.errors import CheckpointError
 
 _log = logging.getLogger("holdfast.catalog")
 
@@ -45,7 +46,12 @@ def collect_garbage(storage: Storage, *, tombstone_s: float = TOMBSTONE_S) -> Gc
     deleted: list[str] = []
     kept: dict[str, str] = {}
     for folder in folders.values():
-        reason = _collect(storage, folder, needed, deleted, fenced=folder.prefix in given_up)
+        try:
+            reason = _collect(storage, folder, needed, deleted, fenced=folder.prefix in given_up)
+        except CheckpointError as error:
+            if error.transient:
+                raise
+            reason = f"it could not be removed: {error}"
         if reason is not None:
             kept[folder.prefix] = reason
         elif _lift_old(storage, folder, now_s - tombstone_s):

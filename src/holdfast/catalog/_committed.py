@@ -72,7 +72,8 @@ def find_committed(storage: Storage, prefix: str) -> Found:
     found = find_record(storage, prefix)
     if found is None or not found.is_committed:
         raise CheckpointNotFoundError(
-            "there is no committed checkpoint of this name", path=f"{storage.url}/{prefix}"
+            "there is no committed checkpoint of this name; list them to see which there are",
+            path=f"{storage.url}/{prefix}",
         )
     return found
 

@@ -61,7 +61,7 @@ class OpenCheckpoint:
     @property
     def custom(self) -> object:
         """The custom metadata it was saved with."""
-        return self._decoded(self._found.record.custom, "custom", None)
+        return decoded(self._found, self._found.record.custom, root="custom")
 
     def read(
         self, name: str, start: tuple[int, ...] | None = None, stop: tuple[int, ...] | None = None
@@ -102,13 +102,9 @@ class OpenCheckpoint:
         arrays = self.read_all(names, progress=progress)
 
         def leaf(ref: LeafRef) -> object:
-            if ref.name not in self._found.record.tensors:
-                raise CorruptedError(
-                    f"the tree refers to a tensor {ref.name!r} that the checkpoint has not"
-                )
             return arrays.get(ref.name, ref)
 
-        return self._decoded(self._found.record.tree, "state", leaf)
+        return decoded(self._found, self._found.record.tree, leaf=leaf)
 
     def read_into(self, arrays: Mapping[str, Array], *, progress: Tick = lambda _: None) -> None:
         """Fill arrays with the tensors of those names. They must be contiguous, writable, and of
@@ -143,14 +139,6 @@ class OpenCheckpoint:
         )
         return arrays
 
-    def _decoded(
-        self, encoded: object, root: str, leaf: Callable[[LeafRef], object] | None
-    ) -> object:
-        try:
-            return decode_value(encoded, leaf=leaf, root=root)
-        except (CorruptedError, IncompatibleVersionError) as error:
-            raise type(error)(error.message, path=record_key(self._found.prefix)) from error
-
     def _empty(self, name: str, tensor: StoredTensor, box: Box) -> Array:
         self._reader.check_stored(name, box)
         dtype = dtype_of(tensor.dtype)
@@ -161,3 +149,23 @@ class OpenCheckpoint:
             raise LoadError(
                 f"there is no memory for the {size} bytes of tensor {name!r}", path=self._path
             ) from error
+
+
+def decoded(
+    found: Found,
+    encoded: object,
+    *,
+    leaf: Callable[[LeafRef], object] = lambda ref: ref,
+    root: str = "state",
+) -> object:
+    """A value of the record. ``CorruptedError`` if it refers to a tensor that is not there."""
+
+    def known(ref: LeafRef) -> object:
+        if ref.name not in found.record.tensors:
+            raise CorruptedError(f"{root} refers to a tensor {ref.name!r} that is not there")
+        return leaf(ref)
+
+    try:
+        return decode_value(encoded, leaf=known, root=root)
+    except (CorruptedError, IncompatibleVersionError) as error:
+        raise type(error)(error.message, path=record_key(found.prefix)) from error

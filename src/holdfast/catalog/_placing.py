@@ -1,12 +1,15 @@
 """Between the record's placements and the geometry of grids and boxes. Knows no storage."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.errors import CorruptedError
-from holdfast.format import CommitRecord, Cut, Placement, StoredTensor
+from holdfast.format import Cut, Placement, StoredTensor
 from holdfast.reshard import Box, Grid, IndexRuns, check_coverage
+
+MOST_PARTS: Final = 1_000_000
+"""The most entries of one file."""
 
 
 def placement_of_grid(grid: Grid, files: IndexRuns) -> Placement:
@@ -63,17 +66,29 @@ class StoredBoxes:
             if box.intersect(wanted) is not None:
                 yield box, self.files[index]
 
-    def all(self) -> Iterator[tuple[Box, int]]:
-        """Every stored box and its file's index."""
-        cells = (
-            self.boxes
-            if self.grid is None
-            else (self.grid.box(cell) for cell in range(self.grid.cells))
-        )
-        yield from zip(cells, self.files, strict=True)
+    def in_files(self, wanted: Collection[int]) -> Iterator[tuple[Box, int]]:
+        """Every box that is stored in one of these files, and the file's index."""
+        cell = 0
+        for first, step, count in self.files.runs:
+            if step or first in wanted:
+                for nth in range(count):
+                    index = first + step * nth
+                    if index in wanted:
+                        yield self._box(cell + nth), index
+            cell += count
+
+    def _box(self, cell: int) -> Box:
+        return self.boxes[cell] if self.grid is None else self.grid.box(cell)
 
     def check(self, name: str, path: str) -> None:
-        """``CorruptedError`` unless every element is stored exactly once. A grid always is."""
+        """``CorruptedError`` unless every element is stored exactly once, as it always is in a
+        grid, and in files that can hold so many parts. Call this before any other method: work
+        and memory are bounded only then."""
+        if any(count > MOST_PARTS for _, step, count in self.files.runs if not step):
+            raise CorruptedError(
+                f"tensor {name!r} has more than {MOST_PARTS} parts in one file, which no file has",
+                path=path,
+            )
         problem = None if self.grid is not None else check_coverage(self.tensor.shape, self.boxes)
         if problem is not None:
             raise CorruptedError(
@@ -81,14 +96,5 @@ class StoredBoxes:
             )
 
 
-def stored_bytes(record: CommitRecord) -> int:
-    """All bytes of the checkpoint's files."""
-    return sum(file.size_bytes for file in record.files)
-
-
 def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:
     return tuple(zip(box.start, box.stop, strict=True))
-
-
-def elements(shape: Sequence[int]) -> int:
-    return math.prod(shape)

@@ -14,6 +14,7 @@ import numpy as np
 
 from holdfast._lanes import run_all
 from holdfast.catalog._committed import find_record
+from holdfast.catalog._names import record_key
 from holdfast.catalog._placing import StoredBoxes, box_bounds
 from holdfast.catalog._read_plan import BATCH_BYTES, Piece, plan_box
 from holdfast.catalog._shard_read import (
@@ -121,10 +122,14 @@ class TensorReader:
         key = entry_of_box(name, tensor.shape, box_bounds(box))
         placed = shard.layout.by_key.get(key)
         if placed is None or (placed.entry.dtype, placed.entry.shape) != (tensor.dtype, box.shape):
-            found = "has no such entry" if placed is None else f"has it as {placed.entry}"
+            found = (
+                "it has no such entry"
+                if placed is None
+                else f"there it is {placed.entry.dtype} of shape {placed.entry.shape}"
+            )
             raise CorruptedError(
-                f"the record says that this file holds {key!r} ({tensor.dtype}, {box.shape}), "
-                f"but it {found}",
+                f"the record says that this file holds {key!r}, {tensor.dtype} of shape "
+                f"{box.shape}, but {found}; load another checkpoint",
                 path=shard.key,
             )
         return placed
@@ -169,7 +174,7 @@ class TensorReader:
         """``CorruptedError`` unless everything of the box is in its files, so that no memory is
         taken for what is not there."""
         stored = StoredBoxes.of(self.tensor(name))
-        stored.check(name, self._prefix)
+        stored.check(name, record_key(self._prefix))
         for part, index in stored.within(box):
             self.placed(name, part, index)
 
@@ -185,7 +190,9 @@ class TensorReader:
                     "this checkpoint was deleted or replaced since it was opened; open it again",
                     path=f"{self._storage.url}/{self._prefix}",
                 ) from error
-            raise CorruptedError("a file of the checkpoint is missing", path=error.path) from error
+            raise CorruptedError(
+                "a file of the checkpoint is missing; load another checkpoint", path=error.path
+            ) from error
 
     def _all_chunks(self, indexes: Iterable[int]) -> Iterator[_Job]:
         step = BATCH_BYTES // CHUNK_BYTES

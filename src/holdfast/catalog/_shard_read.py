@@ -41,7 +41,8 @@ def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
     size = storage.stat(key).size_bytes
     if size != expected.size_bytes:
         raise CorruptedError(
-            f"a file of the checkpoint has {size} bytes, but {expected.size_bytes} were written",
+            f"a file of the checkpoint has {size} bytes, but {expected.size_bytes} were written; "
+            "load another checkpoint",
             path=key,
         )
     header = read_bytes(storage, key, 0, min(size, _FIRST_BYTES))
@@ -50,11 +51,15 @@ def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
         header += read_bytes(storage, key, len(header), needed - len(header))
     layout = parse_shard_header(header[:needed], size, path=key)
     if not layout.is_holdfast:
-        raise CorruptedError("this file was not written by holdfast", path=key)
+        raise CorruptedError(
+            "this file was not written by holdfast; load another checkpoint", path=key
+        )
     table = read_bytes(storage, key, layout.table_offset, layout.table_bytes)
     if file_digest(layout.header, table).hex() != expected.digest:
         raise CorruptedError(
-            "the header or chunk table of a file is not the one that was written", path=key
+            "the header or chunk table of a file is not the one that was written; load another "
+            "checkpoint",
+            path=key,
         )
     return OpenShard(key=key, layout=layout, table=parse_table(layout, table, path=key))
 
@@ -169,5 +174,5 @@ def _decompress(run: ChunkRun, frame: memoryview, raw: memoryview) -> str | None
     try:
         decompress_chunk(frame, raw, codec=run.placed.codec or "", path=run.shard.key)
     except CorruptedError as error:
-        return f"cannot be decompressed ({error.message})"
+        return f"cannot be decompressed ({error.__cause__ or error.message})"
     return None

@@ -36,11 +36,10 @@ class Folder:
                 yield f"{file.prefix or self.prefix}/{file.name}"
 
 
-def survey(storage: Storage, now_s: float | None = None) -> Mapping[str, Folder]:
-    """Every prefix with an object of a checkpoint in it.
+def survey(storage: Storage, now_s: float) -> Mapping[str, Folder]:
+    """Every prefix with an object of a checkpoint in it. ``now_s`` is the storage's time.
 
-    Intents are looked at only if ``now_s``, the storage's time, is given. One that cannot be read
-    counts as alive for as long as leases usually last.
+    An intent that cannot be read counts as alive for as long as leases usually last.
     """
     folders: dict[str, Folder] = {}
     intents: list[tuple[Folder, str, ObjectInfo]] = []
@@ -56,9 +55,8 @@ def survey(storage: Storage, now_s: float | None = None) -> Mapping[str, Folder]
             intents.append((folder, intent, info))
         else:
             folder.has_record = True
-    if now_s is not None:
-        for folder, attempt, info in intents:
-            _add_intent(storage, folder, attempt, info, now_s)
+    for folder, attempt, info in intents:
+        _add_intent(storage, folder, attempt, info, now_s)
     for folder in folders.values():
         if folder.has_record:
             _add_record(storage, folder)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from holdfast import _checks
 from holdfast.catalog._committed import Found, find_committed
+from holdfast.catalog._names import record_key
+from holdfast.catalog._opened import decoded
 from holdfast.catalog._placing import StoredBoxes
 from holdfast.catalog._reading import TensorReader, Tick
 from holdfast.contracts import Storage
@@ -65,6 +67,7 @@ def verify_checkpoint(
         return VerifyReport(prefix=prefix, files=0, checked_bytes=0, damage=(_damage(error),))
     reader = TensorReader(storage, prefix, found.record)
     damage: list[Damage] = []
+    _check_values(found, damage)
     readable = _check_files(reader, len(found.record.files), damage)
     _check_tensors(reader, found, readable, damage)
     checked: list[int] = []
@@ -81,6 +84,15 @@ def verify_checkpoint(
         checked_bytes=sum(checked),
         damage=tuple(damage),
     )
+
+
+def _check_values(found: Found, damage: list[Damage]) -> None:
+    """See that the tree and the custom metadata can be read, and refer to tensors that exist."""
+    for root, encoded in (("state", found.record.tree), ("custom", found.record.custom)):
+        try:
+            decoded(found, encoded, root=root)
+        except (CorruptedError, IncompatibleVersionError) as error:
+            damage.append(_damage(error))
 
 
 def _check_files(reader: TensorReader, count: int, damage: list[Damage]) -> set[int]:
@@ -103,10 +115,9 @@ def _check_tensors(
     for name, tensor in found.record.tensors.items():
         try:
             stored = StoredBoxes.of(tensor)
-            stored.check(name, found.prefix)
-            for box, index in stored.all():
-                if index in readable:
-                    reader.placed(name, box, index)
+            stored.check(name, record_key(found.prefix))
+            for box, index in stored.in_files(readable):
+                reader.placed(name, box, index)
         except CorruptedError as error:
             damage.append(_damage(error, name))
 

@@ -10,6 +10,7 @@ and the caller writes another.
 """
 
 import contextlib
+import errno
 import os
 import stat as modes
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from holdfast.storage._system import System
 
 _LOCK = f"{RESERVED}.lock"
 _DIRECT_FROM_BYTES = 1024 * 1024
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
 class LocalStorage:
@@ -200,25 +202,25 @@ class LocalStorage:
             yield
 
     @contextlib.contextmanager
-    def _needed_lock(self) -> Iterator[None]:
+    def _lock(self, *, needed: bool = False) -> Iterator[None]:
+        """Keep out of a comparison under way. Where there are no locks there are no comparisons,
+        so whoever needs none goes on without."""
         with self._lock_file() as fd, contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._system.locked(fd))
             except OSError as error:
-                raise StorageError(
-                    "this filesystem has no locks, and without one nothing can be compared "
-                    f"and replaced in one step ({error.strerror})",
-                    path=self.url,
-                ) from error
+                if error.errno not in _NO_LOCKS:
+                    raise
+                if needed:
+                    raise StorageError(
+                        "this filesystem has no locks, and without one nothing can be compared "
+                        f"and replaced in one step ({error.strerror})",
+                        path=self.url,
+                    ) from error
             yield
 
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Keep out of a comparison under way; without locks there are no comparisons."""
-        with self._lock_file() as fd, contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):
-                stack.enter_context(self._system.locked(fd))
-            yield
+    def _needed_lock(self) -> contextlib.AbstractContextManager[None]:
+        return self._lock(needed=True)
 
     @contextlib.contextmanager
     def _lock_file(self) -> Iterator[int]:

@@ -61,13 +61,14 @@ class NewFile:
     def publish(self, name: str, lock: Lock) -> os.stat_result:
         """Give the sealed file its name under ``lock``, in place of what has it now. Durable on
         return."""
+        assert self._hidden is not None  # noqa: S101 -- for mypy
         with lock():
-            hidden = self._take_hidden()
             try:
-                self._system.rename(hidden, name, self._folder)
-            except BaseException:
-                self._hidden = hidden
-                raise
+                self._system.rename(self._hidden, name, self._folder)
+            except OSError:
+                if not self._has(name):
+                    raise
+            self._hidden = None
         sync(self._system, self._folder)
         return os.fstat(self.fd)
 
@@ -80,12 +81,26 @@ class NewFile:
         try:
             self._system.link(self._hidden, name, self._folder)
         except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            return self.publish(name, lambda: self._free(name, lock))
+            if not self._has(name):
+                if error.errno not in _NO_LINKS:
+                    raise
+                return self.publish(name, lambda: self._free(name, lock))
         self._remove_hidden()
         sync(self._system, self._folder)
         return os.fstat(self.fd)
+
+    def _has(self, name: str) -> bool:
+        """Whether the file got this name, though the call that was to give it failed.
+
+        A network disk that did as it was told and lost the answer is asked again, and then says
+        that the new name is taken or that the old one is gone. Taken for a failure, that would
+        leave an object which its writer believes not to exist.
+        """
+        try:
+            found = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(self.fd))
 
     @contextlib.contextmanager
     def _free(self, name: str, lock: Lock) -> Iterator[None]:
@@ -105,17 +120,12 @@ class NewFile:
             self._system.close(fd)
             self._system.close(self._folder)
 
-    def _take_hidden(self) -> str:
-        hidden, self._hidden = self._hidden, None
-        assert hidden is not None  # noqa: S101 -- for mypy
-        return hidden
-
     def _remove_hidden(self) -> None:
         """What cannot be removed is seen by nobody and swept one day: it must neither undo a
         publication nor hide the error that made the file useless."""
-        if self._hidden is None:
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
             return
-        hidden = self._take_hidden()
         try:
             self._system.unlink(hidden, self._folder)
         except FileNotFoundError:

@@ -187,8 +187,9 @@ def write_all(
     """Write all of it: a short write is followed by the rest, no progress is an error."""
     while data:
         written = _undirected(system, fd, system.write, data, offset, direct=direct)
-        if direct and written < len(data):
-            written -= written % BLOCK_BYTES  # direct I/O goes on at a block's start
+        if direct and written < len(data) and written % BLOCK_BYTES:
+            system.make_buffered(fd)  # direct I/O can only go on at a block's start
+            direct = False
         if written <= 0:
             raise OSError(errno.EIO, "the disk took no bytes and gave no reason")
         data, offset = data[written:], offset + written
