@@ -105,11 +105,6 @@ def test_what_is_there_is_read_from_a_disk_without_a_free_byte(small):
     assert observe(LocalStorage(small / "runs")) == {"checkpoint step_1": "value 1"}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=NoSpaceError,
-    reason="Catalog.delete writes a tombstone before it frees anything, which takes a block",
-)
 def test_a_checkpoint_can_be_deleted_from_a_disk_without_a_free_byte(small):
     catalog = Catalog(LocalStorage(small / "runs"))
     catalog.write("step_1", state_of(1))

@@ -1,3 +1,4 @@
+import random
 import threading
 import time
 
@@ -435,3 +436,46 @@ def test_a_crash_at_any_call_leaves_only_whole_checkpoints_and_nothing_gc_cannot
         collect_garbage(inner, tombstone_s=-1)
         assert leftovers(inner) == [], place
         assert {info.prefix for info in Catalog(inner).list()} == found.keys(), place
+
+
+def run_one(catalog, operation, prefix, n):
+    state = {"n": n, "x": np.full(50, n)}
+    {
+        "gc": catalog.gc,
+        "delete": lambda: catalog.delete(prefix),
+        "rollback": lambda: catalog.rollback(prefix),
+        "write": lambda: catalog.write(prefix, state),
+        "overwrite": lambda: catalog.write(prefix, state, overwrite=True),
+    }[operation]()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_under_errors_by_chance_what_was_acknowledged_is_there(seed):
+    rng = random.Random(seed)
+    inner = MemoryStorage()
+    faulty = FaultyStorage(inner, rng=rng, error_rate=0.02)
+    catalog = Catalog(faulty)
+    possible: dict[str, set[int | None]] = {prefix: {None} for prefix in "abc"}
+    acknowledged = 0
+    for n in range(60):
+        prefix = rng.choice("abc")
+        operation = rng.choice(["write", "overwrite", "overwrite", "delete", "rollback", "gc"])
+        target: set[int | None] = {n} if "write" in operation else {None}
+        try:
+            run_one(catalog, operation, prefix, n)
+        except (CheckpointExistsError, CheckpointNotFoundError):
+            pass
+        except CheckpointError:
+            if operation != "gc":
+                possible[prefix] |= target
+        else:
+            acknowledged += 1
+            if operation != "gc":
+                possible[prefix] = target
+        found = numbers(Catalog(inner))
+        for each, values in possible.items():
+            assert found.get(each) in values, (n, operation, each)
+            possible[each] = {found.get(each)} if each != prefix else values
+    assert acknowledged > 20
+    Catalog(old_intents(inner)).gc()
+    assert all(key.endswith("/metadata.json") for key in leftovers(inner))

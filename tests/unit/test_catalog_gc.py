@@ -14,6 +14,7 @@ from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptedError,
     IncompatibleVersionError,
+    NoSpaceError,
     SaveError,
     StorageError,
 )
@@ -213,7 +214,8 @@ def test_a_save_that_commits_while_gc_looks_is_left_alone():
     observed.ages = {"intent": 10_000.0}
     report = Catalog(observed).gc()
     assert report.deleted == ()
-    assert report.kept == {"a": "it changed while gc was looking"}
+    assert list(report.kept) == ["a"]
+    assert "it changed while gc was looking" in report.kept["a"]
     assert Catalog(storage).verify("a").is_intact
     assert leftovers(storage) == []
 
@@ -428,6 +430,42 @@ def test_files_that_cannot_be_deleted_are_reported_and_left_to_gc():
     assert Catalog(inner).list() == []
     assert len([*inner.list("a/shard")]) == 1
     assert len(Catalog(inner).gc().deleted) == 1
+
+
+@pytest.mark.parametrize("operation", ["delete", "rollback"])
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_storage_without_room_for_a_tombstone_can_be_emptied(fenced, operation):
+    inner = MemoryStorage()
+    Catalog(inner).write("a", {"x": np.arange(3)})
+    if fenced:
+        begun(inner, "a", np.arange(9), overwrite=True)
+        aged(inner, intent=10_000).gc()
+    faulty = FaultyStorage(inner, [Fault("replace", 1, NoSpaceError("full"))])
+    getattr(Catalog(faulty), operation)("a")
+    assert faulty.unfired == ()
+    assert Catalog(inner).list() == []
+    assert leftovers(inner) == (["a/metadata.json"] if fenced else [])
+
+
+def test_gc_of_a_full_storage_removes_what_needs_no_tombstone():
+    inner = MemoryStorage()
+    attempt, _ = begun(inner, "a", np.arange(9))
+    put(inner, "b/shard-0-00000000000000cc.safetensors", b"left")
+    faulty = FaultyStorage(inner, [Fault("create", 2, NoSpaceError("full"))])
+    report = aged(faulty, intent=10_000).gc()
+    assert report.deleted == ("b/shard-0-00000000000000cc.safetensors",)
+    assert "no room for a tombstone; try again" in report.kept["a"]
+    assert attempt.shard_key(0) in aged(faulty, intent=10_000).gc().deleted
+
+
+def test_a_save_is_newer_than_those_that_cannot_be_read_just_now():
+    inner = MemoryStorage()
+    for prefix in "abc":
+        Catalog(inner).write(prefix, {})
+    faults = [Fault("read", nth, StorageError("bad sector")) for nth in (2, 3)]
+    Catalog(FaultyStorage(inner, faults)).write("d", {})
+    assert [info.prefix for info in Catalog(inner).list()] == ["d", "c", "b", "a"]
+    assert Catalog(inner).info("d").ordinal == 4
 
 
 def test_rollback_removes_everything_under_a_prefix_committed_or_not(storage):

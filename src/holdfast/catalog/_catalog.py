@@ -90,7 +90,12 @@ class Catalog:
         with attempt:
             files, tensors = write_leaves(self._storage, attempt, leaves, level=level, tick=tick)
             record = record_of(
-                attempt, self._next_ordinal(), facts, tree=tree, files=files, tensors=tensors
+                attempt,
+                self._listing.next_ordinal(),
+                facts,
+                tree=tree,
+                files=files,
+                tensors=tensors,
             )
             record = attempt.commit(record)
         if attempt.replaces is not None:
@@ -153,9 +158,6 @@ class Catalog:
     def gc(self) -> GcReport:
         """Remove what saves left behind that were never committed and are not alive any more."""
         return collect_garbage(self._storage)
-
-    def _next_ordinal(self) -> int:
-        return max((info.ordinal for info in self.list()), default=0) + 1
 
 
 def _step(step: int) -> int:

@@ -11,7 +11,7 @@ from holdfast.catalog._names import is_clock, record_key
 from holdfast.catalog._needed import Needed, needed_in, unnamed
 from holdfast.catalog._survey import Folder, storage_time, survey
 from holdfast.contracts import Storage
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, NoSpaceError
 
 _log = logging.getLogger("holdfast.catalog")
 
@@ -69,7 +69,10 @@ def _give_up(storage: Storage, folder: Folder) -> bool:
     """Fence off the saves of a folder that are not alive, unless that would stop one that is."""
     if not folder.intents or folder.alive:
         return False
-    return fence(storage, folder.prefix, folder.found)
+    try:
+        return fence(storage, folder.prefix, folder.found)
+    except NoSpaceError:  # what can be deleted without it makes room for the next time
+        return False
 
 
 def _collect(
@@ -89,7 +92,7 @@ def _collect(
             "these files"
         )
     if folder.intents and not fenced:
-        return "it changed while gc was looking"
+        return "it changed while gc was looking, or there is no room for a tombstone; try again"
     for attempt, keys in folder.shards.items():
         garbage = [key for key in keys if not needed.holds(key)]
         if not garbage:

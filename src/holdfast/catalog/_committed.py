@@ -120,14 +120,15 @@ def fence(storage: Storage, prefix: str, seen: Found | None) -> bool:
     return True
 
 
-def lift(storage: Storage, prefix: str, tombstone: str) -> bool:
-    """Remove a tombstone, given by its version, unless something else stands there by now.
+def lift(storage: Storage, prefix: str, version: str) -> bool:
+    """Remove a record, given by its version, unless something else stands there by now.
 
-    Storages do not delete by version, so this looks and then deletes: call it only where no save
-    is under way, of which a survey must just have made sure.
+    Storages do not delete by version, so this looks and then deletes. A save that publishes just
+    in between would be lost: lift tombstones only, and only where a survey has just shown that no
+    save is under way, unless there is no other way.
     """
     try:
-        if storage.stat(record_key(prefix)).version != tombstone:
+        if storage.stat(record_key(prefix)).version != version:
             return False
     except ObjectNotFoundError:
         return False

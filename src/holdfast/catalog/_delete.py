@@ -19,6 +19,7 @@ from holdfast.errors import (
     CheckpointError,
     CorruptedError,
     IncompatibleVersionError,
+    NoSpaceError,
     ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -43,11 +44,11 @@ def delete_checkpoint(storage: Storage, prefix: str) -> None:
         error.add_note("rollback removes a checkpoint that cannot be read.")
         raise
     fences = found.record.fence
-    version = _bury(storage, prefix, found.info.version, fences)
+    tombstone = _take_away(storage, prefix, found.info.version, fences)
     with _gone(storage, prefix):
         folder = _delete_own(storage, found)
-        if not fences and (folder is None or not folder.intents):
-            lift(storage, prefix, version)
+        if folder is None or not folder.intents:
+            _settle(storage, prefix, tombstone, fences)
 
 
 def delete_replaced(storage: Storage, replaced: Found) -> None:
@@ -88,7 +89,7 @@ def roll_back(storage: Storage, prefix: str) -> None:
             path=f"{storage.url}/{prefix}",
         )
     fences = _fences(folder)
-    version = _bury(storage, prefix, _version(storage, folder), fences)
+    tombstone = _take_away(storage, prefix, _version(storage, folder), fences)
     with _gone(storage, prefix):
         needed = needed_in(survey(storage, storage_time(storage)).values(), given_up={prefix})
         if needed.blind:
@@ -104,8 +105,7 @@ def roll_back(storage: Storage, prefix: str) -> None:
         ]
         _delete_all(storage, shards)
         _delete_all(storage, [intent.key for intent in folder.intents.values()])
-        if not fences:
-            lift(storage, prefix, version)
+        _settle(storage, prefix, tombstone, fences)
 
 
 def _fences(folder: Folder) -> int:
@@ -121,16 +121,42 @@ def _version(storage: Storage, folder: Folder) -> str | None:
     return None if folder.found is None else folder.found.info.version
 
 
+def _take_away(storage: Storage, prefix: str, over: str | None, fences: int) -> str | None:
+    """Put a tombstone in the place of a record and return its version. On a full disk there may
+    be no room for one before something is deleted: there the record goes, and ``None`` is
+    returned."""
+    try:
+        return _bury(storage, prefix, over, fences)
+    except NoSpaceError:
+        if over is None:
+            raise
+        if not lift(storage, prefix, over):
+            raise _changed(storage, prefix) from None
+        return None
+
+
+def _settle(storage: Storage, prefix: str, tombstone: str | None, fences: int) -> None:
+    """Leave a tombstone behind if saves were given up here, and nothing otherwise."""
+    if tombstone is None and fences:
+        _bury(storage, prefix, None, fences)
+    elif tombstone is not None and not fences:
+        lift(storage, prefix, tombstone)
+
+
 def _bury(storage: Storage, prefix: str, over: str | None, fences: int) -> str:
     """Put a tombstone in the place of a record, and return the tombstone's version."""
     tombstone = msgspec.structs.replace(new_tombstone(), fence=fences)
     try:
         return publish(storage, prefix, encode_record(tombstone), over).version
     except (ObjectExistsError, ObjectChangedError, ObjectNotFoundError) as error:
-        raise StorageError(
-            "somebody changed this checkpoint at the same time; nothing was deleted, try again",
-            path=f"{storage.url}/{prefix}",
-        ) from error
+        raise _changed(storage, prefix) from error
+
+
+def _changed(storage: Storage, prefix: str) -> StorageError:
+    return StorageError(
+        "somebody changed this checkpoint at the same time; nothing was deleted, try again",
+        path=f"{storage.url}/{prefix}",
+    )
 
 
 @contextlib.contextmanager

@@ -27,28 +27,40 @@ class Listing:
 
     def read(self) -> list[CheckpointInfo]:
         """Those there are now. One whose record cannot be read is left out, with a warning."""
-        known: dict[str, _Known] = {}
-        for record in self._storage.list():
-            prefix, _, name = record.key.rpartition("/")
-            if prefix and name == COMMIT_RECORD:
-                before = self._known.get(prefix)
-                same = before is not None and before.version == record.version
-                found = before if same else self._look(prefix)
-                if found is not None:
-                    known[prefix] = found
-        self._known = known
-        infos = [each.info for each in known.values() if each.info is not None]
+        infos, _ = self._scan()
         return sorted(infos, key=lambda info: (info.ordinal, info.prefix), reverse=True)
 
+    def next_ordinal(self) -> int:
+        """For a save that is to be newer than all there are. Records that cannot be read count,
+        too: each may be one newer than the one before it."""
+        infos, unreadable = self._scan()
+        return max((info.ordinal for info in infos), default=0) + unreadable + 1
+
+    def _scan(self) -> tuple[list[CheckpointInfo], int]:
+        """What is committed, and how many records cannot be read."""
+        known: dict[str, _Known] = {}
+        unreadable = 0
+        for record in self._storage.list():
+            prefix, _, name = record.key.rpartition("/")
+            if not prefix or name != COMMIT_RECORD:
+                continue
+            seen = self._known.get(prefix)
+            try:
+                if seen is None or seen.version != record.version:
+                    seen = self._look(prefix)
+            except CheckpointError as error:
+                if error.transient:
+                    raise
+                _log.warning("left out of the list: %s", error)
+                unreadable += 1
+                continue
+            if seen is not None:
+                known[prefix] = seen
+        self._known = known
+        return [each.info for each in known.values() if each.info is not None], unreadable
+
     def _look(self, prefix: str) -> _Known | None:
-        """What is there, or ``None`` if it is gone or cannot be read."""
-        try:
-            found = find_record(self._storage, prefix)
-        except CheckpointError as error:
-            if error.transient:
-                raise
-            _log.warning("left out of the list: %s", error)
-            return None
+        found = find_record(self._storage, prefix)
         if found is None:
             return None
         info = info_of(prefix, found.record) if found.is_committed else None
