@@ -1,46 +1,53 @@
 """Runs pieces of work side by side on a few threads. Knows nothing of what they are."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Final, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
-
-_NONE: Final = object()
 
 
 def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
     """Call ``run`` with every item, on ``lanes`` threads, of which the caller's is one.
 
     Items are taken one at a time, as threads become free. After an error no further item is
-    begun, and the first error is raised when all threads have ended.
+    begun, and the first error is raised when all threads have ended. One item is run without
+    any thread. No item is ``None``.
     """
     items = iter(work)
+    head = [*itertools.islice(items, 2)]
+    items = itertools.chain(head, items)
     lock = threading.Lock()
     errors: list[BaseException] = []
 
     def lane() -> None:
-        while True:
-            try:
-                with lock:
-                    item = _NONE if errors else next(items, _NONE)
-                if item is _NONE:
-                    return
-                run(item)  # type: ignore[arg-type]
-            except BaseException as error:  # noqa: BLE001 -- raised by the caller's thread
-                errors.append(error)
-                return
-
-    threads = []
-    for _ in range(lanes - 1):
-        thread = threading.Thread(target=lane, name="holdfast-lane")
         try:
-            thread.start()
-        except RuntimeError:  # no thread is to be had, as while the interpreter exits
-            break
-        threads.append(thread)
+            while (item := take()) is not None:
+                run(item)
+        except BaseException as error:  # noqa: BLE001 -- raised by the caller's thread
+            errors.append(error)
+
+    def take() -> T | None:
+        with lock:
+            return None if errors else next(items, None)
+
+    threads = _started(lane, lanes - 1 if len(head) > 1 else 0)
     lane()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def _started(lane: Callable[[], None], count: int) -> list[threading.Thread]:
+    """As many threads as are to be had: there are none while the interpreter exits."""
+    threads = []
+    for _ in range(count):
+        thread = threading.Thread(target=lane, name="holdfast-lane")
+        try:
+            thread.start()
+        except RuntimeError:
+            break
+        threads.append(thread)
+    return threads

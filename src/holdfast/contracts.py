@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, runtime_checkable
 
 __all__ = [
     "COMMIT_RECORD",
     "EARLY_BYTES",
     "SMALL_OBJECT_BYTES",
+    "CheckpointStore",
     "Clock",
     "Collectives",
     "Coordinator",
@@ -163,6 +164,15 @@ class Storage(Protocol):
         for that long by the storage's clock. Returns how many such leftovers were removed, and
         never harms a write that is younger. A storage that leaves none, or tidies by itself,
         returns 0."""
+
+
+@runtime_checkable
+class CheckpointStore(Protocol):
+    """Something that knows which objects of a checkpoint others need: ``catalog.Catalog``."""
+
+    def rollback(self, prefix: str) -> None:
+        """Remove whatever is under the prefix, committed or not, but for what others need.
+        Idempotent."""
 
 
 class Collectives(Protocol):

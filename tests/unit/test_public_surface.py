@@ -12,8 +12,8 @@ SURFACE = {
         VerifyReport
     """,
     "contracts": """
-        COMMIT_RECORD Clock Collectives Coordinator Data EARLY_BYTES ObjectInfo ObjectWriter
-        Operation ReadRange SMALL_OBJECT_BYTES Storage
+        COMMIT_RECORD CheckpointStore Clock Collectives Coordinator Data EARLY_BYTES
+        ObjectInfo ObjectWriter Operation ReadRange SMALL_OBJECT_BYTES Storage
     """,
     "coordination": "SoloCoordinator TimeoutHandler TorchCoordinator",
     "errors": """

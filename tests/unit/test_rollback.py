@@ -5,10 +5,12 @@ import concurrent.futures
 import io
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.catalog import Attempt, Catalog
 from holdfast.errors import (
     CheckpointError,
     NoSpaceError,
@@ -18,7 +20,7 @@ from holdfast.errors import (
 )
 from holdfast.resilience import CheckpointRollbackManager, FaultToleranceHandler, RetryPolicy
 from holdfast.storage import MemoryStorage
-from holdfast.testing import FakeClock
+from holdfast.testing import FakeClock, Fault, FaultyStorage
 
 
 class FailingStorage:
@@ -464,3 +466,27 @@ def test_the_policy_of_the_handler_rules(storage):
     with pytest.raises(CheckpointError, match="once"):
         CheckpointRollbackManager(never, storage).save_with_rollback("best.ckpt", new)
     assert storage.keys() == []
+
+
+def test_a_catalog_decides_itself_what_a_rollback_removes():
+    storage = MemoryStorage()
+    catalog = Catalog(storage)
+    catalog.write("step_1", {"w": np.ones(3)})
+    handler = FaultToleranceHandler(catalog)
+    handler.rollback("step_1/metadata.json")
+    assert catalog.list() == []
+    assert [*storage.list()] == []
+    handler.rollback("step_1")
+
+    with Attempt.begin(storage, "step_2"), pytest.raises(StorageError, match="under way"):
+        handler.rollback("step_2")
+
+
+def test_a_rollback_by_a_catalog_is_retried():
+    storage = FaultyStorage(MemoryStorage())
+    Catalog(storage).write("step_1", {"w": np.ones(3)})
+    faults = [Fault("list", 1, TransientStorageError("slow down"))]
+    faulty = FaultyStorage(storage, faults)
+    FaultToleranceHandler(Catalog(faulty), clock=FakeClock()).rollback("step_1")
+    assert faulty.unfired == ()
+    assert [*storage.list()] == []

@@ -33,6 +33,9 @@ class Piece:
 def plan_box(raw_bytes: int, stored: Box, wanted: Box, itemsize: int) -> Iterator[Piece]:
     """How the elements that ``stored`` and ``wanted`` share are read from the entry that holds
     ``stored`` in ``raw_bytes``."""
+    if stored == wanted:
+        yield from _whole(raw_bytes)
+        return
     shared = stored.intersect(wanted)
     if shared is None:
         return
@@ -47,6 +50,12 @@ def plan_box(raw_bytes: int, stored: Box, wanted: Box, itemsize: int) -> Iterato
             dst_offset=0,
             copy=copy_runs(block, stored, wanted, itemsize),
         )
+
+
+def _whole(raw_bytes: int) -> Iterator[Piece]:
+    chunks = -(-raw_bytes // CHUNK_BYTES)
+    for at in range(0, chunks, _CHUNKS):
+        yield Piece(runs=((at, min(at + _CHUNKS, chunks)),), dst_offset=at * CHUNK_BYTES)
 
 
 def _contiguous(raw_bytes: int, whole: CopyRuns) -> Iterator[Piece]:

@@ -143,9 +143,8 @@ class TensorReader:
                     f"{want.into.nbytes} bytes of memory for {want.box.size * itemsize} bytes of "
                     f"{want.name!r}"
                 )
-            stored = StoredBoxes.of(tensor)
             into = want.into.cast("B") if want.into.nbytes else want.into
-            for box, index in stored.within(want.box):
+            for box, index in self._parts(want.name, want.box):
                 placed = self.placed(want.name, box, index)
                 for piece in plan_box(placed.raw_bytes, box, want.box, itemsize):
                     yield _Job(shard=self.shard(index), placed=placed, piece=piece, into=into)
@@ -173,10 +172,24 @@ class TensorReader:
     def check_stored(self, name: str, box: Box) -> None:
         """``CorruptedError`` unless everything of the box is in its files, so that no memory is
         taken for what is not there."""
-        stored = StoredBoxes.of(self.tensor(name))
-        stored.check(name, record_key(self._prefix))
-        for part, index in stored.within(box):
+        for part, index in self._parts(name, box, check=True):
             self.placed(name, part, index)
+
+    def _parts(self, name: str, box: Box, *, check: bool = False) -> Iterator[tuple[Box, int]]:
+        """The stored boxes that share elements with ``box``, and their files' indexes.
+
+        A tensor that is stored in one piece needs no geometry; there may be very many of them.
+        """
+        tensor = self.tensor(name)
+        ((first, _, count), *more) = tensor.placement.files
+        if count == 1 and not more:
+            if not box.is_empty:
+                yield Box.whole(tensor.shape), first
+            return
+        stored = StoredBoxes.of(tensor)
+        if check:
+            stored.check(name, record_key(self._prefix))
+        yield from stored.within(box)
 
     @contextlib.contextmanager
     def _telling_missing_files(self) -> Iterator[None]:

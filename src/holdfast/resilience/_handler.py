@@ -1,19 +1,20 @@
 """The verbs over one operation or one checkpoint: retry, time out, roll back."""
 
 import asyncio
+import functools
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from holdfast import _checks
-from holdfast.contracts import Clock, Storage
+from holdfast.contracts import CheckpointStore, Clock, Storage
 from holdfast.resilience import _timeout
 from holdfast.resilience._budget import RetryBudget
 from holdfast.resilience._clock import SystemClock
 from holdfast.resilience._operation import call, call_async, require_callable
 from holdfast.resilience._policy import RetryPolicy
 from holdfast.resilience._retry import Course, is_worth_retrying
-from holdfast.resilience._rollback import roll_back
+from holdfast.resilience._rollback import prefix_of, roll_back
 
 T = TypeVar("T")
 
@@ -25,23 +26,26 @@ class FaultToleranceHandler:
     ``_async`` twins take functions that return an awaitable; the wrong kind is a ``TypeError``
     and never retried.
 
-    ``storage`` is needed for rollback only. Handlers given the same ``retry_budget`` draw on it
-    together. ``clock`` times delays and the deadline, ``rng`` draws the jitter; the default asks
-    the operating system, so that forked ranks do not draw the same delays.
+    ``storage`` is needed for rollback only, and may be a ``Catalog``. Handlers given the same
+    ``retry_budget`` draw on it together. ``clock`` times delays and the deadline, ``rng`` draws
+    the jitter; the default asks the operating system, so that forked ranks do not draw the same
+    delays.
     """
 
     __slots__ = ("_budget", "_clock", "_policy", "_rng", "_storage")
 
     def __init__(
         self,
-        storage: Storage | None = None,
+        storage: Storage | CheckpointStore | None = None,
         retry_policy: RetryPolicy | None = None,
         *,
         retry_budget: RetryBudget | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self._storage = None if storage is None else _checks.storage("storage", storage)
+        self._storage = storage
+        if storage is not None and not isinstance(storage, CheckpointStore):
+            _checks.storage("storage", storage)
         self._policy = (
             RetryPolicy()
             if retry_policy is None
@@ -122,9 +126,16 @@ class FaultToleranceHandler:
         checkpoint with parts missing. If it cannot be deleted, nothing else is touched. Of the
         rest everything is tried, then one ``StorageError`` names what is left. Every request is
         retried as the policy says.
+
+        A plain storage does not know that checkpoints may refer to each other's files, nor that
+        a save may be under way. A ``Catalog`` as ``storage`` does, and then decides what goes.
         """
         if self._storage is None:
             raise ValueError("rollback needs a storage: FaultToleranceHandler(storage=...)")
+        if isinstance(self._storage, CheckpointStore):
+            prefix = prefix_of(checkpoint)
+            self.execute_with_retry(functools.partial(self._storage.rollback, prefix))
+            return
         roll_back(self._storage, checkpoint, retry=self.execute_with_retry)
 
     async def rollback_async(self, checkpoint: str) -> None:

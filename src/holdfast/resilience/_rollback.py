@@ -30,9 +30,7 @@ class Retry(Protocol):
 
 def roll_back(storage: Storage, checkpoint: str, *, retry: Retry) -> None:
     """See ``FaultToleranceHandler.rollback``."""
-    prefix = _checks.key("checkpoint", checkpoint).removesuffix(f"/{COMMIT_RECORD}")
-    if prefix == COMMIT_RECORD:
-        raise ValueError(f"checkpoint must name a prefix inside the storage, not {checkpoint!r}")
+    prefix = prefix_of(checkpoint)
     record = f"{prefix}/{COMMIT_RECORD}"
     with _storage_errors(
         f"could not roll back {prefix}: its commit record could not be deleted, "
@@ -48,6 +46,14 @@ def roll_back(storage: Storage, checkpoint: str, *, retry: Retry) -> None:
         keys = retry(lambda: [info.key for info in storage.list(f"{prefix}/")])
     _delete_all(storage, [*keys, prefix], prefix, retry=retry)
     _log.info("rolled back %s in %s: %d objects", prefix, storage.url, len(keys))
+
+
+def prefix_of(checkpoint: str) -> str:
+    """The prefix of a checkpoint that is named by it or by its commit record."""
+    prefix = _checks.key("checkpoint", checkpoint).removesuffix(f"/{COMMIT_RECORD}")
+    if prefix == COMMIT_RECORD:
+        raise ValueError(f"checkpoint must name a prefix inside the storage, not {checkpoint!r}")
+    return prefix
 
 
 @contextlib.contextmanager
