@@ -37,8 +37,9 @@ SURFACE = {
     "reshard": """
         Box ByteRuns CopyRuns CoverageProblem Cut Grid Hole IndexRuns Layout Leaf LeafList
         Load MeshGrid Outside Overlap Part Placement RankGroup Replicate SavePlan Shard Span
-        StridedShard TensorPlan Write check_coverage chunk_spans coalesce copy_runs
-        group_ranks leaf_list_digest mesh_grid plan_load plan_save row_runs split_box
+        StridedShard TensorPlan Write boxes_met check_coverage chunk_spans coalesce
+        copy_runs copy_to_part group_ranks leaf_list_digest mesh_grid plan_load plan_save
+        row_runs split_box
     """,
     "resilience": """
         CheckpointRollbackManager CircuitBreaker CircuitState FaultToleranceHandler

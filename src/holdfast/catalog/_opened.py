@@ -16,7 +16,7 @@ from holdfast.catalog._shard_write import as_bytes
 from holdfast.contracts import Storage
 from holdfast.errors import CorruptedError, IncompatibleVersionError, LoadError
 from holdfast.format import LeafRef, StoredTensor, decode_value, dtype_of, numpy_dtype
-from holdfast.reshard import Box
+from holdfast.reshard import Box, Part
 
 Array = npt.NDArray[Any]
 
@@ -124,14 +124,14 @@ class OpenCheckpoint:
                 raise ValueError(f"the array for {name!r} must be contiguous and writable")
             self._reader.check_stored(name, box)
             if array.nbytes:
-                wants.append(Want(name=name, box=box, into=as_bytes(array)))
+                wants.append(Want(name=name, part=Part.alone(box), into=as_bytes(array)))
         self._reader.fill(wants, tick=progress)
 
     def _read(self, wanted: Mapping[str, tuple[StoredTensor, Box]], tick: Tick) -> dict[str, Array]:
         arrays = {name: self._empty(name, *want) for name, want in wanted.items()}
         self._reader.fill(
             [
-                Want(name=name, box=box, into=as_bytes(arrays[name]))
+                Want(name=name, part=Part.alone(box), into=as_bytes(arrays[name]))
                 for name, (_, box) in wanted.items()
                 if arrays[name].nbytes
             ],

@@ -6,7 +6,7 @@ from typing import Final
 
 from holdfast.errors import CorruptedError
 from holdfast.format import Cut, Placement, StoredTensor
-from holdfast.reshard import Box, Grid, IndexRuns, check_coverage
+from holdfast.reshard import Box, Grid, IndexRuns, boxes_met, check_coverage
 
 MOST_PARTS: Final = 1_000_000
 """The most entries of one file."""
@@ -58,13 +58,7 @@ class StoredBoxes:
 
     def within(self, wanted: Box) -> Iterator[tuple[Box, int]]:
         """Every stored box that shares an element with ``wanted``, and its file's index."""
-        if self.grid is not None:
-            for cell in self.grid.cells_in(wanted):
-                yield self.grid.box(cell), self.files[cell]
-            return
-        for index, box in enumerate(self.boxes):
-            if box.intersect(wanted) is not None:
-                yield box, self.files[index]
+        return boxes_met(wanted, self.boxes if self.grid is None else self.grid, self.files)
 
     def in_files(self, wanted: Collection[int]) -> Iterator[tuple[Box, int]]:
         """Every box that is stored in one of these files, and the file's index."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.format import CHUNK_BYTES
-from holdfast.reshard import Box, CopyRuns, chunk_spans, copy_runs, row_runs
+from holdfast.reshard import Box, CopyRuns, Part, chunk_spans, copy_to_part, row_runs
 
 BATCH_BYTES: Final = 8 * 1024 * 1024
 """About how much is read at once by one thread, and so how much scratch memory each needs."""
@@ -30,25 +30,25 @@ class Piece:
     copy: CopyRuns | None = None
 
 
-def plan_box(raw_bytes: int, stored: Box, wanted: Box, itemsize: int) -> Iterator[Piece]:
+def plan_box(raw_bytes: int, stored: Box, wanted: Part, itemsize: int) -> Iterator[Piece]:
     """How the elements that ``stored`` and ``wanted`` share are read from the entry that holds
     ``stored`` in ``raw_bytes``."""
-    if stored == wanted:
+    if stored == wanted.box and wanted.box.shape == wanted.array_shape:
         yield from _whole(raw_bytes)
         return
-    shared = stored.intersect(wanted)
+    shared = stored.intersect(wanted.box)
     if shared is None:
         return
-    whole = copy_runs(shared, stored, wanted, itemsize)
+    whole = copy_to_part(shared, stored, wanted, itemsize)
     if len(whole) == 1:
         yield from _contiguous(raw_bytes, whole)
         return
     for block in _blocks(shared, stored, itemsize):
-        runs = row_runs(block, stored, itemsize).merged(CHUNK_BYTES)
+        runs = row_runs(block, stored, itemsize).merged(CHUNK_BYTES - 1)
         yield Piece(
             runs=tuple(chunk_spans(raw_bytes, CHUNK_BYTES, runs)),
             dst_offset=0,
-            copy=copy_runs(block, stored, wanted, itemsize),
+            copy=copy_to_part(block, stored, wanted, itemsize),
         )
 
 

@@ -4,6 +4,7 @@ Knows the record and its shards. It fills bytes; what they are is the caller's b
 """
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from holdfast.format import (
     dtype_of,
     entry_of_box,
 )
-from holdfast.reshard import Box, CopyRuns
+from holdfast.reshard import Box, CopyRuns, Part
 
 LANES: Final = 4
 """Requests in flight. On a disk more bring nothing, and each holds a batch of memory."""
@@ -52,10 +53,10 @@ Tick = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
-    """A box of a tensor, and the contiguous memory that is to hold its elements, row-major."""
+    """A part of a tensor, and the contiguous memory of the array that is to hold it."""
 
     name: str
-    box: Box
+    part: Part
     into: memoryview
 
 
@@ -138,15 +139,15 @@ class TensorReader:
         for want in wants:
             tensor = self.tensor(want.name)
             itemsize = dtype_of(tensor.dtype).itemsize
-            if want.into.nbytes != want.box.size * itemsize:
+            if want.into.nbytes != math.prod(want.part.array_shape) * itemsize:
                 raise ValueError(
-                    f"{want.into.nbytes} bytes of memory for {want.box.size * itemsize} bytes of "
-                    f"{want.name!r}"
+                    f"{want.into.nbytes} bytes of memory for an array of {want.name!r} of shape "
+                    f"{want.part.array_shape}"
                 )
             into = want.into.cast("B") if want.into.nbytes else want.into
-            for box, index in self._parts(want.name, want.box):
+            for box, index in self._parts(want.name, want.part.box):
                 placed = self.placed(want.name, box, index)
-                for piece in plan_box(placed.raw_bytes, box, want.box, itemsize):
+                for piece in plan_box(placed.raw_bytes, box, want.part, itemsize):
                     yield _Job(shard=self.shard(index), placed=placed, piece=piece, into=into)
 
     def verify(

@@ -12,7 +12,7 @@ from holdfast.reshard._leaves import (
     group_ranks,
     leaf_list_digest,
 )
-from holdfast.reshard._load import Load, plan_load
+from holdfast.reshard._load import Load, boxes_met, plan_load
 from holdfast.reshard._mesh import (
     MeshGrid,
     Part,
@@ -22,7 +22,7 @@ from holdfast.reshard._mesh import (
     StridedShard,
     mesh_grid,
 )
-from holdfast.reshard._ranges import ByteRuns, CopyRuns, copy_runs, row_runs
+from holdfast.reshard._ranges import ByteRuns, CopyRuns, copy_runs, copy_to_part, row_runs
 from holdfast.reshard._runs import IndexRuns
 from holdfast.reshard._save import SavePlan, TensorPlan, Write, plan_save
 
@@ -52,10 +52,12 @@ __all__ = [
     "StridedShard",
     "TensorPlan",
     "Write",
+    "boxes_met",
     "check_coverage",
     "chunk_spans",
     "coalesce",
     "copy_runs",
+    "copy_to_part",
     "group_ranks",
     "leaf_list_digest",
     "mesh_grid",

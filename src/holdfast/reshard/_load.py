@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from holdfast.reshard._box import Box
 from holdfast.reshard._grid import Grid
 from holdfast.reshard._mesh import Part
-from holdfast.reshard._ranges import ByteRuns, CopyRuns, copy_to_part
+from holdfast.reshard._ranges import CopyRuns, copy_to_part
 from holdfast.reshard._runs import IndexRuns
 
 
@@ -19,16 +19,6 @@ class Load:
     piece: Box
     copy: CopyRuns
 
-    @property
-    def source(self) -> ByteRuns:
-        """The bytes of the stored box that are wanted."""
-        return ByteRuns(
-            offset=self.copy.src_offset,
-            nbytes=self.copy.nbytes,
-            counts=self.copy.counts,
-            strides=self.copy.src_strides,
-        )
-
 
 def plan_load(
     wanted: Part, stored: Grid | Sequence[Box], files: IndexRuns, *, itemsize: int
@@ -38,24 +28,24 @@ def plan_load(
     ``stored`` and ``files`` are its placement: boxes, and the file of each. Of a grid only the
     cells that ``wanted`` meets are looked at.
     """
-    boxes = stored.cells if isinstance(stored, Grid) else len(stored)
-    if boxes != len(files):
-        raise ValueError(f"there are {boxes} boxes and files for {len(files)}")
     return [
-        Load(
-            file=files[index],
-            stored=box,
-            piece=piece,
-            copy=copy_to_part(piece, box, wanted, itemsize),
-        )
-        for index, box in _met(wanted.box, stored)
+        Load(file=file, stored=box, piece=piece, copy=copy_to_part(piece, box, wanted, itemsize))
+        for box, file in boxes_met(wanted.box, stored, files)
         if (piece := box.intersect(wanted.box)) is not None
     ]
 
 
-def _met(wanted: Box, stored: Grid | Sequence[Box]) -> Iterator[tuple[int, Box]]:
+def boxes_met(
+    wanted: Box, stored: Grid | Sequence[Box], files: IndexRuns
+) -> Iterator[tuple[Box, int]]:
+    """The stored boxes that share an element with ``wanted``, and the file of each."""
+    boxes = stored.cells if isinstance(stored, Grid) else len(stored)
+    if boxes != len(files):
+        raise ValueError(f"there are {boxes} boxes and files for {len(files)}")
     if isinstance(stored, Grid):
         for cell in stored.cells_in(wanted):
-            yield cell, stored.box(cell)
+            yield stored.box(cell), files[cell]
     else:
-        yield from enumerate(stored)
+        for box, file in zip(stored, files, strict=True):
+            if box.intersect(wanted) is not None:
+                yield box, file
