@@ -90,7 +90,10 @@ class ObjectWriter(Protocol):
         """
 
     def finish(self) -> ObjectInfo:
-        """Make the object visible, whole and durable, or raise and leave what was there before.
+        """Make the object visible, whole and durable, or raise.
+
+        After an error what was there before is still there, unless the storage failed in the very
+        last step: then the object may be there, and may or may not outlast a crash.
 
         Refuses an object with holes, or of another size than was announced. Call once: a
         failure aborts.
@@ -153,8 +156,12 @@ class Storage(Protocol):
     def stat(self, key: str) -> ObjectInfo:
         """The object's size and version. ``ObjectNotFoundError`` if there is none."""
 
-    def delete(self, key: str) -> None:
-        """Remove the object; nothing happens if there is none."""
+    def delete(self, key: str, *, expected: str | None = None) -> None:
+        """Remove the object; nothing happens if there is none.
+
+        With ``expected`` only that version of it, in one atomic step: ``ObjectChangedError`` if
+        it is another. A storage that cannot do this raises ``StorageError`` and removes nothing.
+        """
 
     def free_bytes(self) -> int | None:
         """Room left, or ``None`` where the storage does not know."""
