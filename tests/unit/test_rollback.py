@@ -122,7 +122,19 @@ def test_all_of_a_checkpoint_goes_and_nothing_of_its_neighbours(roll_back, handl
     storage.put(*SHARDS, RECORD, "step_100/deep/extra.bin", *OTHERS)
     roll_back(handler, name)
     assert storage.keys() == sorted(OTHERS)
-    assert storage.calls[0] == ("delete", RECORD)
+    deleted = [key for verb, key in storage.calls if verb == "delete"]
+    assert deleted[0] == RECORD
+
+
+def test_checkpoints_inside_a_checkpoint_are_not_taken_along(handler, storage):
+    keys = ["run/metadata.json", "run/shard-0", "run/best/metadata.json", "run/best/shard-0"]
+    storage.put(*keys)
+    with pytest.raises(StorageError, match=r"has other checkpoints in it, run/best for one"):
+        handler.rollback("run")
+    assert storage.keys() == sorted(keys)
+    handler.rollback("run/best")
+    handler.rollback("run")
+    assert storage.keys() == []
 
 
 @both
@@ -171,15 +183,15 @@ def test_if_the_commit_record_stays_nothing_else_is_touched(roll_back, handler, 
     assert caught.value.__cause__ is refused
     assert caught.value.path == RECORD
     assert storage.keys() == sorted([RECORD, *SHARDS[:3]])
-    assert storage.calls == [("delete", RECORD)]
+    assert [key for verb, key in storage.calls if verb == "delete"] == [RECORD]
 
 
-def test_if_the_rest_cannot_be_listed_it_says_that_only_the_record_is_gone(handler, storage):
+def test_if_it_cannot_be_listed_nothing_is_touched(handler, storage):
     storage.put(RECORD, *SHARDS[:3])
     storage.fail("list", SHARDS[1], PermissionError(), forever=True)
-    with pytest.raises(StorageError, match="could not be listed"):
+    with pytest.raises(StorageError, match="could not be listed; nothing was touched"):
         handler.rollback("step_100")
-    assert storage.keys() == SHARDS[:3]
+    assert storage.keys() == sorted([RECORD, *SHARDS[:3]])
 
 
 @both
@@ -215,7 +227,7 @@ def test_cancellation_stops_the_deleting_at_once(handler, storage, stop):
     storage.fail("delete", RECORD, stop())
     storage.fail("list", SHARDS[0], stop())
     storage.fail("delete", SHARDS[1], stop())
-    for left in ([RECORD, *SHARDS[:3]], SHARDS[:3], SHARDS[1:3]):
+    for left in ([RECORD, *SHARDS[:3]], [RECORD, *SHARDS[:3]], SHARDS[1:3]):
         with pytest.raises(stop):
             handler.rollback("step_100")
         assert storage.keys() == left
@@ -254,9 +266,17 @@ def test_exactly_the_keys_below_the_prefix_go(keys, prefix):
     storage = MemoryStorage()
     for key in keys:
         storage.create(key, b"")
-    FaultToleranceHandler(storage).rollback(prefix)
-    left = {key for key in keys if key != prefix and not key.startswith(f"{prefix}/")}
-    assert {info.key for info in storage.list()} == left
+    below = {key for key in keys if key.startswith(f"{prefix}/")}
+    inner = {key for key in below if key.endswith("/metadata.json")} - {f"{prefix}/metadata.json"}
+    handler = FaultToleranceHandler(storage)
+    if inner:
+        with pytest.raises(StorageError, match="other checkpoints"):
+            handler.rollback(prefix)
+        below = set()
+    else:
+        handler.rollback(prefix)
+        below |= {prefix}
+    assert {info.key for info in storage.list()} == keys - below
 
 
 # --- save with rollback --------------------------------------------------------------------

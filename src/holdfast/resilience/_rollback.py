@@ -33,17 +33,23 @@ def roll_back(storage: Storage, checkpoint: str, *, retry: Retry) -> None:
     prefix = prefix_of(checkpoint)
     record = f"{prefix}/{COMMIT_RECORD}"
     with _storage_errors(
+        f"could not roll back {prefix}: what it holds could not be listed; nothing was touched",
+        path=prefix,
+    ):
+        keys = retry(lambda: [info.key for info in storage.list(f"{prefix}/")])
+    inner = [key for key in keys if key.endswith(f"/{COMMIT_RECORD}") and key != record]
+    if inner:
+        raise StorageError(
+            f"{prefix} has other checkpoints in it, {inner[0].removesuffix(f'/{COMMIT_RECORD}')} "
+            "for one; nothing was touched, roll back each by its own name",
+            path=prefix,
+        )
+    with _storage_errors(
         f"could not roll back {prefix}: its commit record could not be deleted, "
         "so nothing else was touched",
         path=record,
     ):
         retry(functools.partial(storage.delete, record))
-    with _storage_errors(
-        f"rolled back {prefix} only in part: its commit record is gone, "
-        "but what else it holds could not be listed; roll back again",
-        path=prefix,
-    ):
-        keys = retry(lambda: [info.key for info in storage.list(f"{prefix}/")])
     _delete_all(storage, [*keys, prefix], prefix, retry=retry)
     _log.info("rolled back %s in %s: %d objects", prefix, storage.url, len(keys))
 
