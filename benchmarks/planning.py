@@ -32,7 +32,6 @@ from holdfast.reshard import (
     Shard,
     StridedShard,
     group_ranks,
-    leaf_list_digest,
     plan_save,
 )
 
@@ -156,7 +155,7 @@ def _sent_by_ranks(job: Job) -> tuple[list[bytes], bytes]:
         for index in range(TENSORS)
     )
     listed = LeafList(leaves=leaves, layouts=(layout,))
-    digest = leaf_list_digest(listed)
+    digest = listed.digest()
     payloads = [
         msgspec.msgpack.encode(
             Payload(

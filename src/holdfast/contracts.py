@@ -78,7 +78,8 @@ class ReadRange:
 class ObjectWriter(Protocol):
     """One object being written. Used by one thread at a time unless the storage says otherwise.
 
-    A context manager: leaving the block without ``finish()`` aborts.
+    A context manager: leaving the block without ``finish()`` aborts. One that is forgotten never
+    keeps the interpreter from ending.
     """
 
     def write_at(self, offset: int, data: Data) -> None:
@@ -132,7 +133,7 @@ class Storage(Protocol):
         all of it; an object already under that key is replaced at that instant.
 
         ``size_bytes`` announces the size, so that a storage may refuse at once what it has no
-        room for (``NoSpaceError``), and writes faster.
+        room for (``NoSpaceError``), and writes faster. What cannot be a size is a ``ValueError``.
         """
 
     def create(self, key: str, data: Data) -> ObjectInfo:
@@ -147,8 +148,10 @@ class Storage(Protocol):
         """The whole object. ``ObjectNotFoundError`` if there is none."""
 
     def read_into(self, key: str, ranges: Sequence[ReadRange]) -> None:
-        """Fill every range; they may overlap and come in any order. A range past the end is a
-        ``StorageError``, never a short read. After an error the ranges hold anything."""
+        """Fill every range; they may overlap and come in any order. All ranges of one call are of
+        one version of the object: if it is replaced meanwhile, the old one is read, or it is a
+        ``TransientStorageError``. A range past the end is a ``StorageError``, never a short read.
+        After an error the ranges hold anything."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key starts with the characters of ``prefix``, ordered by key."""

@@ -6,7 +6,8 @@
     │   ├── ReplicaMismatchError
     │   └── TornSnapshotError
     ├── LoadError                       LOAD_FAILED
-    │   └── CheckpointNotFoundError                                    KeyError
+    │   ├── CheckpointNotFoundError                                    KeyError
+    │   └── TensorNotFoundError                                        KeyError
     ├── ValidationError                 VALIDATION_FAILED
     ├── CorruptedError                  CORRUPTED
     ├── IncompatibleVersionError        INCOMPATIBLE_VERSION
@@ -68,6 +69,7 @@ __all__ = [
     "ReplicaMismatchError",
     "SaveError",
     "StorageError",
+    "TensorNotFoundError",
     "TornSnapshotError",
     "TransientStorageError",
     "UnknownLayerError",
@@ -168,6 +170,10 @@ class LoadError(CheckpointError):
 
 class CheckpointNotFoundError(LoadError, KeyError):
     """No committed checkpoint, or no kept activation, has this name."""
+
+
+class TensorNotFoundError(LoadError, KeyError):
+    """The checkpoint is there, but has no tensor of this name."""
 
 
 class ValidationError(CheckpointError):

@@ -280,18 +280,18 @@ class TestDeleteNeedsAnObject(Suite):
     noticed_by = "test_deleting_what_is_not_there_does_nothing"
 
     class storage_class(MemoryStorage):
-        def delete(self, key):
+        def delete(self, key, *, expected=None):
             if isinstance(key, str) and key:
                 self.stat(key)
-            super().delete(key)
+            super().delete(key, expected=expected)
 
 
 class TestDeleteTakesAllBelow(Suite):
     noticed_by = "test_deleting_what_is_not_there_does_nothing"
 
     class storage_class(MemoryStorage):
-        def delete(self, key):
-            super().delete(key)
+        def delete(self, key, *, expected=None):
+            super().delete(key, expected=expected)
             for info in super().list(f"{key}/"):
                 super().delete(info.key)
 
@@ -300,10 +300,78 @@ class TestDeleteTakesThePrefix(Suite):
     noticed_by = "test_a_deleted_object_is_gone_and_its_neighbours_are_not"
 
     class storage_class(MemoryStorage):
-        def delete(self, key):
-            super().delete(key)
+        def delete(self, key, *, expected=None):
+            super().delete(key, expected=expected)
             for info in super().list(key):
                 super().delete(info.key)
+
+
+class TestDeleteIgnoresTheVersion(Suite):
+    noticed_by = "test_one_version_is_deleted_or_nothing_is"
+
+    class storage_class(MemoryStorage):
+        def delete(self, key, *, expected=None):
+            super().delete(key)
+
+
+class TestDeleteLooksThenRemoves(Suite):
+    noticed_by = "test_a_deleter_of_an_old_version_never_takes_a_newer_object"
+
+    class storage_class(MemoryStorage):
+        def delete(self, key, *, expected=None):
+            if expected is not None and self.stat(key).version != expected:
+                raise ObjectChangedError("changed", path=key)
+            time.sleep(0.01)
+            super().delete(key)
+
+
+class TestDeleteAndReplaceBothWin(Suite):
+    noticed_by = "test_of_a_deleter_and_a_replacer_of_one_version_one_wins"
+
+    class storage_class(MemoryStorage):
+        def delete(self, key, *, expected=None):
+            if expected is not None:
+                time.sleep(0.01)
+            with contextlib.suppress(ObjectChangedError):
+                super().delete(key, expected=expected)
+
+
+class TestDeleteRefusesAndRemoves(Suite):
+    noticed_by = "test_one_version_is_deleted_or_nothing_is"
+
+    class storage_class(MemoryStorage):
+        def delete(self, key, *, expected=None):
+            super().delete(key)
+            if expected is not None:
+                raise StorageError("versions cannot be deleted", path=key)
+
+
+class TestAVersionOfNothingIsMissing(Suite):
+    noticed_by = "test_deleting_a_version_of_nothing_does_nothing"
+
+    class storage_class(MemoryStorage):
+        def delete(self, key, *, expected=None):
+            if expected is not None:
+                self.stat(key)
+            super().delete(key, expected=expected)
+
+
+class TestReadsTwoVersions(Suite):
+    noticed_by = "test_all_ranges_of_one_call_are_of_one_version"
+
+    class storage_class(MemoryStorage):
+        def read_into(self, key, ranges):
+            for wanted in ranges:
+                super().read_into(key, [wanted])
+                time.sleep(0.001)
+
+
+class TestTakesAnySize(Suite):
+    noticed_by = "test_what_cannot_be_a_size_is_refused"
+
+    class storage_class(MemoryStorage):
+        def open_writer(self, key, *, size_bytes=None):
+            return super().open_writer(key, size_bytes=abs(int(size_bytes or 0)) or None)
 
 
 class TestKeysMayLeaveTheRoot(Suite):

@@ -36,9 +36,10 @@ BESIDE_PYTHON = os.pathsep.join(
 )
 PROGRAM = shutil.which("azurite-blob", path=BESIDE_PYTHON)
 
-pytestmark = pytest.mark.skipif(
-    PROGRAM is None, reason="azurite-blob is not installed; make emulators installs it"
-)
+if PROGRAM is None:
+    pytest.skip(
+        "azurite-blob is not installed; make emulators installs it", allow_module_level=True
+    )
 
 
 @pytest.fixture(scope="module")

@@ -270,6 +270,50 @@ class TestConditions:
         with pytest.raises(ObjectChangedError):
             broken.replace("a", b"mine again", info.version)
 
+    @pytest.mark.parametrize("how", ["create", "replace", "write", "write parts"])
+    def test_what_is_deleted_before_its_time_is_known_was_written_all_the_same(
+        self, proxy, broken, how
+    ):
+        other = at(proxy.url, broken.url.rpartition("/")[2])
+        version = broken.create("b", b"old").version
+
+        def overtake(request):
+            if request.method == "HEAD" and not overtaken:
+                overtaken.append(request)
+                other.delete("b")
+
+        overtaken = []
+        if how == "create":
+            broken.delete("b")
+        proxy.rule = overtake
+        info = {
+            "create": lambda: broken.create("b", b"new"),
+            "replace": lambda: broken.replace("b", b"new", version),
+            "write": lambda: write(broken, "b", 3),
+            "write parts": lambda: write(broken, "b", 20 * MIB, size_bytes=20 * MIB),
+        }[how]()
+        assert (info.key, info.size_bytes) == ("b", 20 * MIB if how == "write parts" else 3)
+        assert info.version
+        assert info.version != version
+        assert info.modified_s == 0.0
+        assert list(broken.list()) == []
+
+    @pytest.mark.parametrize("action", ["answer", "reset"])
+    def test_a_write_whose_time_cannot_be_asked_is_transient_and_there(self, proxy, broken, action):
+        proxy.rule = lambda request: Fault(action=action) if request.method == "HEAD" else None
+        with pytest.raises(TransientStorageError):
+            broken.create("a", b"mine")
+        assert broken.read("a") == b"mine"
+
+    def test_one_version_cannot_be_deleted_and_nothing_is_asked(self, proxy, broken):
+        info = broken.create("a", b"kept")
+        proxy.requests.clear()
+        with pytest.raises(StorageError, match="nothing was removed") as caught:
+            broken.delete("a", expected=info.version)
+        assert (type(caught.value), caught.value.path) == (StorageError, "a")
+        assert proxy.requests == []
+        assert broken.stat("a") == info
+
     @pytest.mark.parametrize("method", ["create", "replace"])
     def test_a_moment_of_conflict_is_transient(self, proxy, broken, method):
         body = b"<Error><Code>ConditionalRequestConflict</Code><Message>again</Message></Error>"
@@ -392,6 +436,61 @@ class TestReads:
         broken.read_into("a", [ReadRange(start=1, into=memoryview(into))])
         assert into == b"".join(block(at, MIB) for at in range(0, size, MIB))[1:-1]
         assert len(proxy.requests) == 5
+
+    @pytest.mark.parametrize("ranges", [[(0, 24 * MIB)], [(0, 10), (4 * MIB, 10), (9 * MIB, 10)]])
+    @pytest.mark.parametrize("nth", [1, 2, 3])
+    def test_a_read_is_of_one_version_or_transient(self, proxy, broken, ranges, nth):
+        other = at(proxy.url, broken.url.rpartition("/")[2])
+
+        def put(byte):
+            with other.open_writer("a", size_bytes=24 * MIB) as writer:
+                writer.write_at(0, byte * (24 * MIB))
+                writer.finish()
+
+        put(b"a")
+        gets = itertools.count(1)
+
+        def overtake(request):
+            if request.method == "GET" and next(gets) == nth:
+                put(b"b")
+
+        proxy.rule = overtake
+        buffers = [bytearray(size) for _, size in ranges]
+        wanted = [
+            ReadRange(start=start, into=memoryview(buffer))
+            for (start, _), buffer in zip(ranges, buffers, strict=True)
+        ]
+        with contextlib.suppress(TransientStorageError):
+            broken.read_into("a", wanted)
+            assert len(set(b"".join(buffers))) == 1
+        broken.read_into("a", wanted)
+        assert set(b"".join(buffers)) == {ord("b")}
+
+    @pytest.mark.parametrize("left", [1, 5 * MIB])
+    @pytest.mark.parametrize("longer_again", [False, True])
+    def test_past_the_end_is_said_of_one_version_only(
+        self, server, proxy, broken, left, longer_again
+    ):
+        other = at(server, broken.url.rpartition("/")[2])
+        write(other, "a", 10 * MIB)
+        turn, seen = threading.Lock(), set()
+
+        def overtake(request):
+            with turn:
+                first = request.method not in seen
+                seen.add(request.method)
+                if first and request.method == "GET":
+                    write(other, "a", left)
+                if first and request.method == "HEAD" and longer_again:
+                    write(other, "a", 11 * MIB)
+
+        wanted = [ReadRange(start=n * 4 * MIB, into=memoryview(bytearray(10))) for n in range(3)]
+        proxy.rule = overtake
+        with pytest.raises(StorageError) as caught:
+            broken.read_into("a", wanted)
+        assert caught.value.transient is longer_again
+        expected = "was replaced" if longer_again else f"not inside the object of {left}"
+        assert expected in str(caught.value)
 
     @pytest.mark.parametrize(("start", "size"), [(0, 101), (99, 2), (100, 1), (500, 5), (101, 0)])
     def test_a_range_past_the_end_is_refused(self, s3, start, size):

@@ -19,13 +19,18 @@ _WITHOUT_LOG_FLUSH = 2
 def mounted(where: Path, *options: str) -> Iterator[Path]:
     """``mount`` with these options, or skip with the reason why not."""
     if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a filesystem")
+        pytest.skip("mounts a small filesystem, which only root may: run the tests as root")
+    if shutil.which("mount") is None:
+        pytest.skip("mounts a small filesystem, and there is no mount program here: install it")
     where.mkdir(exist_ok=True)
     done = subprocess.run(
         ["mount", *options, str(where)], capture_output=True, text=True, timeout=30, check=False
     )
     if done.returncode != 0:
-        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+        pytest.skip(
+            "mounts a small filesystem, which is not allowed here, as in most containers "
+            f"(mount says: {done.stderr.strip()})"
+        )
     try:
         yield where
     finally:
@@ -44,7 +49,7 @@ class Ext4:
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         if shutil.which("mkfs.ext4") is None:
-            pytest.skip("needs mkfs.ext4")
+            pytest.skip("makes an ext4 filesystem, and mkfs.ext4 is missing: install e2fsprogs")
         self._image = folder / "ext4.img"
         self._where = folder / "ext4"
         with self._image.open("wb") as file:

@@ -55,7 +55,9 @@ class Recovered:
             modified_s=self._modified[key],
         )
 
-    def delete(self, key):
+    def delete(self, key, *, expected=None):
+        if expected is not None and key in self.objects and self.stat(key).version != expected:
+            raise ObjectChangedError("another version", path=key)
         self.objects.pop(key, None)
 
     def free_bytes(self):

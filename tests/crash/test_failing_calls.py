@@ -311,7 +311,7 @@ def test_what_close_complains_of_is_no_failure(tmp_path):
     """close() may fail on a network disk: what it is about was synced, or only read."""
     strace = shutil.which("strace")
     if strace is None:
-        pytest.skip("needs strace, which makes system calls fail")
+        pytest.skip("makes close() fail by strace, which is not installed: install strace")
     program = (
         "import sys\n"
         "from holdfast.storage import LocalStorage\n"
@@ -327,9 +327,9 @@ def test_what_close_complains_of_is_no_failure(tmp_path):
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     except OSError as error:
-        pytest.skip(f"strace does not run here: {error}")
+        pytest.skip(f"makes close() fail by strace, which does not run here: {error}")
     if "ptrace" in done.stderr:
-        pytest.skip("strace may not trace here")
+        pytest.skip("makes close() fail by strace, which may not trace here (no ptrace allowed)")
     assert done.stdout == "before\n", done.stderr
 
 

@@ -132,7 +132,7 @@ _CALLS = {
 def test_the_recorded_order_is_what_the_kernel_saw(tmp_path):
     strace = shutil.which("strace")
     if strace is None:
-        pytest.skip("needs strace, to see the system calls")
+        pytest.skip("looks at system calls by strace, which is not installed: install strace")
     trace = tmp_path / "trace"
     base = tmp_path / "base"
     base.mkdir()
@@ -144,7 +144,7 @@ def test_the_recorded_order_is_what_the_kernel_saw(tmp_path):
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     if "ptrace" in done.stderr:
-        pytest.skip("strace may not trace here")
+        pytest.skip("looks at system calls by strace, which may not trace here (no ptrace allowed)")
     assert done.returncode == 0, done.stderr
     seen = []
     for line in trace.read_text().splitlines():

@@ -25,19 +25,19 @@ from holdfast.catalog import Catalog
 from holdfast.catalog._shard_write import ArraySource, write_shard
 from holdfast.format import (
     CHUNK_BYTES,
-    DTYPES,
     CommitRecord,
     CompressionLevel,
-    Cut,
     LeafRef,
-    Placement,
     ShardEntry,
+    StoredCut,
     StoredFile,
+    StoredPlacement,
     StoredTensor,
     encode_record,
     encode_value,
     numpy_dtype,
 )
+from holdfast.format._dtypes import DTYPES
 from holdfast.storage import MemoryStorage
 
 CREATED = "2026-01-31T12:00:00.123Z"
@@ -118,19 +118,21 @@ class Tensor:
     array: np.ndarray
     boxes: tuple[tuple[tuple[int, int], ...] | None, ...] = (None,)
     files: tuple[tuple[int, int, int], ...] = ((0, 0, 1),)
-    cuts: tuple[Cut, ...] | None = None
+    cuts: tuple[StoredCut, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         tail = len(DTYPES[self.code].numpy_tail)
         return self.array.shape[: self.array.ndim - tail]
 
-    def placement(self) -> Placement:
+    def placement(self) -> StoredPlacement:
         if self.boxes == (None,):
-            return Placement(cuts=tuple(Cut(step=n) for n in self.shape), files=self.files)
+            return StoredPlacement(
+                cuts=tuple(StoredCut(step=n) for n in self.shape), files=self.files
+            )
         if self.cuts is not None:
-            return Placement(cuts=self.cuts, files=self.files)
-        return Placement(boxes=self.boxes, files=self.files)
+            return StoredPlacement(cuts=self.cuts, files=self.files)
+        return StoredPlacement(boxes=self.boxes, files=self.files)
 
 
 def commit(storage, number, prefix, tensors, *, level=CompressionLevel.NONE, **facts):
@@ -190,7 +192,7 @@ def sliced() -> dict[str, Tensor]:
     grid = tuple(((r, r + 2), (c, c + 3)) for r in (0, 2) for c in (0, 3, 6))
     uneven = (((0, 1),), ((1, 4),), ((4, 5),), ((5, 9),))
     odd = (((0, 2), (0, 4)), ((2, 4), (0, 1)), ((2, 4), (1, 4)))
-    steps, at = (Cut(step=2), Cut(step=3)), (Cut(at=((1, 3, 2), (5, 0, 1))),)
+    steps, at = (StoredCut(step=2), StoredCut(step=3)), (StoredCut(at=((1, 3, 2), (5, 0, 1))),)
     return {
         "grid": Tensor("F32", array_of("F32", (4, 9), 1), grid, ((0, 1, 3), (3, -1, 3)), steps),
         "uneven": Tensor("BF16", array_of("BF16", (9,), 2), uneven, ((0, 1, 4),), at),

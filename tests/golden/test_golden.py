@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from holdfast.catalog import Catalog
 from holdfast.errors import CheckpointNotFoundError
-from holdfast.format import DTYPES, decode_record, encode_value
+from holdfast.format import decode_record, encode_value
+from holdfast.format._dtypes import DTYPES
 from holdfast.storage import LocalStorage, MemoryStorage
 
 FOLDER = pathlib.Path(__file__).parent / "v1"

@@ -18,9 +18,9 @@ from holdfast.format import (
     CommitRecord,
     CompressionLevel,
     LeafRef,
-    Placement,
     ShardEntry,
     StoredFile,
+    StoredPlacement,
     StoredTensor,
     dtype_of_numpy,
     encode_record,
@@ -150,7 +150,7 @@ def write_parts(
             placement = placement_of_grid(grid, runs)
         else:
             boxes = tuple(tuple(box_bounds(part.box)) for part in parts)
-            placement = Placement(boxes=boxes, files=runs.runs)
+            placement = StoredPlacement(boxes=boxes, files=runs.runs)
         stored[name] = StoredTensor(dtype=code, shape=array.shape, placement=placement)
     files = [
         write_shard(storage, f"{prefix}/shard-{rank}-{attempt}.safetensors", each, level=level).file

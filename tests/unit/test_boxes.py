@@ -82,6 +82,10 @@ def test_a_box_of_no_dimensions_is_one_element():
         ((0.0,), (1,)),
         ((False,), (1,)),
         ((0,), (np.int64(1),)),
+        ((0, 3), (1, 2)),
+        ((0, 0), (1, True)),
+        ((0, 0), (1, "2")),
+        ((), [1]),
     ],
 )
 def test_impossible_bounds_are_refused(start, stop):

@@ -1,22 +1,32 @@
+import errno
 import random
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from catalog_tools import Observed, aged, begun, files_of, leftovers, memory_of, put
 
 from holdfast.catalog import Catalog
+from holdfast.catalog._attempt import Attempt
 from holdfast.catalog._collect import collect_garbage
+from holdfast.catalog._committed import find_record, new_tombstone, utc_now
+from holdfast.catalog._shard_write import ArraySource, write_shard
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CircuitOpenError,
+    ObjectExistsError,
+    OperationTimeoutError,
     SaveError,
     StorageError,
     TransientStorageError,
 )
-from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.format import CommitRecord, ShardEntry, encode_record
+from holdfast.storage import LocalStorage, MemoryStorage, retrying
+from holdfast.storage._system import System
 from holdfast.testing import FakeClock, Fault, FaultyStorage
 
 OLD, NEW = {"x": np.arange(5.0), "n": 1}, {"x": np.arange(9.0), "n": 2}
@@ -250,13 +260,106 @@ def test_a_lease_is_renewed_while_the_save_goes_on():
     def note(method, key):
         if method == "write_at":
             clock.advance(200)
-        if method in {"create", "replace"} and "intent" in key:
+        if method in {"create", "finish"} and "intent" in key:
             writes.append(method)
 
     watched.before = note
     Catalog(watched, clock=clock).write("a", {f"t{i}": np.zeros(4) for i in range(10)})
     assert writes.count("create") == 1
-    assert writes.count("replace") >= 9
+    assert writes.count("finish") >= 9
+
+
+def test_a_long_save_works_where_there_are_no_locks(tmp_path):
+    class WithoutLocks(System):
+        def locked(self, fd):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    clock = FakeClock()
+    catalog = Catalog(LocalStorage(tmp_path, system=WithoutLocks()), clock=clock)
+    catalog.write("a", {"x": np.zeros(1 << 20)}, progress=lambda _: clock.sleep(100))
+    assert clock.now() > 3000
+    assert catalog.verify("a").is_intact
+    assert leftovers(catalog.storage) == []
+
+
+def test_a_renewal_that_fails_is_tried_again_and_does_not_stop_the_save():
+    inner = MemoryStorage()
+    clock = FakeClock()
+    renewals = []
+
+    def fail(method, key):
+        if method == "open_writer" and "intent" in key:
+            renewals.append(clock.now())
+            if len(renewals) < 4:
+                raise OperationTimeoutError("no answer", path=key, timeout_s=1.0)
+
+    state = {"x": np.zeros(1 << 20)}
+    catalog = Catalog(Observed(inner, before=fail), clock=clock)
+    catalog.write("a", state, progress=lambda _: clock.sleep(10))
+    assert renewals[:5] == [150, 190, 230, 270, 420]
+    assert Catalog(inner).verify("a").is_intact
+
+
+def test_files_are_looked_at_side_by_side_before_the_commit_and_the_lease_goes_on():
+    storage = MemoryStorage()
+    clock = FakeClock()
+    watched = Observed(storage)
+    attempt = Attempt.begin(watched, "a", clock=clock)
+    entry = ShardEntry(name="x", dtype="U8", shape=(1,))
+    source = ArraySource(entry=entry, array=np.zeros(1, np.uint8))
+    files = [write_shard(storage, attempt.shard_key(rank), [source]).file for rank in range(200)]
+    renewed, threads = [], set()
+
+    def note(method, key):
+        if method == "stat" and "shard" in key:
+            clock.advance(10)
+            threads.add(threading.get_ident())
+        elif method == "finish":
+            renewed.append(clock.now())
+
+    watched.before = note
+    record = CommitRecord(
+        state="committed",
+        ordinal=1,
+        attempt=attempt.intent.attempt,
+        created=utc_now(),
+        world_size=200,
+        writer="holdfast test",
+        files=tuple(files),
+    )
+    with attempt:
+        attempt.commit(record)
+    assert len(threads) > 1
+    assert len(renewed) >= 3
+
+
+# --- the order of commits
+
+
+def test_a_save_is_newer_than_all_that_committed_before_it_did():
+    inner = MemoryStorage()
+    other = Catalog(inner)
+
+    def save(method, key):
+        if method == "finish":
+            other.write("B", {})
+            other.write("C", {})
+
+    Catalog(Observed(inner, before=save)).write("A", {"x": np.arange(3)})
+    assert [info.prefix for info in other.list()] == ["A", "C", "B"]
+
+
+def test_saves_that_commit_at_the_same_time_are_listed_in_one_order():
+    inner = MemoryStorage()
+    other = Catalog(inner)
+
+    def save(method, key):
+        if method == "create" and key == "A/metadata.json":
+            time.sleep(0.002)
+            other.write("B", {})
+
+    Catalog(Observed(inner, before=save)).write("A", {})
+    assert [(info.prefix, info.ordinal) for info in other.list()] == [("B", 1), ("A", 1)]
 
 
 def test_a_save_whose_lease_was_lost_on_the_way_stops_writing():
@@ -326,6 +429,87 @@ def test_an_overwrite_whose_answer_was_lost_counts_as_committed():
     assert faulty.unfired == ()
     assert numbers(Catalog(inner)) == {"a": 2}
     assert leftovers(inner) == []
+
+
+def test_a_commit_whose_answer_was_lost_counts_as_committed_though_gc_has_fenced_it():
+    inner = MemoryStorage()
+
+    class Lossy(Observed):
+        lost = False
+
+        def create(self, key, data):
+            info = super().create(key, data)
+            if key.endswith("metadata.json") and not self.lost:
+                self.lost = True
+                assert "a/metadata.json" not in aged(inner, intent=10_000).gc().deleted
+                raise TransientStorageError("connection reset", path=key)
+            return info
+
+    lossy = Lossy(inner)
+    info = Catalog(retrying(lossy, clock=FakeClock())).write("a", NEW)
+    assert lossy.lost
+    assert info == Catalog(inner).info("a")
+    assert Catalog(inner).verify("a").is_intact
+    assert find_record(inner, "a").record.fence == 1
+    assert leftovers(inner) == []
+
+
+def test_a_refused_commit_after_which_nothing_can_be_read_removes_nothing():
+    inner = MemoryStorage()
+    watched = Observed(inner)
+    attempt, record = begun(watched, "a", np.arange(4))
+    refused = []
+
+    def before(method, key):
+        if key == "a/metadata.json" and method == "create":
+            refused.append(key)
+            raise ObjectExistsError("the key is taken", path=key)
+        if key == "a/metadata.json" and refused:
+            raise OperationTimeoutError("no answer", path=key, timeout_s=1.0)
+
+    watched.before = before
+    with pytest.raises(ObjectExistsError) as caught, attempt:
+        attempt.commit(record)
+    assert "is unknown" in caught.value.__notes__[0]
+    assert sorted(files_of(inner)) == sorted([attempt.intent.key, attempt.shard_key(0)])
+
+
+def test_a_save_that_was_replaced_before_its_answer_came_leaves_what_others_refer_to():
+    inner = MemoryStorage()
+    watched = Observed(inner)
+    attempt, record = begun(watched, "a", np.arange(4))
+
+    def refuse(method, key):
+        if key == "a/metadata.json" and method == "create":
+            watched.before = lambda m, k: None
+            file = msgspec.structs.replace(record.files[0], prefix="a")
+            other = msgspec.structs.replace(record, files=(file,), attempt="00000000000000ff")
+            inner.create("b/metadata.json", encode_record(other))
+            inner.create("a/metadata.json", encode_record(new_tombstone()))
+
+    watched.before = refuse
+    with pytest.raises(SaveError, match="nothing was committed"), attempt:
+        attempt.commit(record)
+    assert Catalog(inner).verify("b").is_intact
+
+
+@pytest.mark.parametrize(
+    "error", [OperationTimeoutError("late", timeout_s=1.0), CircuitOpenError("open")]
+)
+def test_nothing_is_raised_after_the_commit(error):
+    inner = MemoryStorage()
+
+    def fail(method, key):
+        if method == "delete" or (method == "list" and Catalog(inner).list()):
+            raise error
+
+    watched = Observed(inner, before=fail)
+    assert Catalog(watched).write("a", OLD) == Catalog(inner).info("a")
+    watched.before = lambda m, k: None
+    Catalog(watched).write("b", OLD)
+    watched.before = lambda m, k: fail(m, k) if m == "delete" else None
+    Catalog(watched).write("b", NEW, overwrite=True)
+    assert numbers(Catalog(inner)) == {"a": 1, "b": 2}
 
 
 def test_a_commit_that_shows_but_may_not_be_durable_is_not_acknowledged():

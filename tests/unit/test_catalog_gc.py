@@ -17,11 +17,12 @@ from holdfast.errors import (
     NoSpaceError,
     SaveError,
     StorageError,
+    TransientStorageError,
 )
 from holdfast.format import StoredFile
 from holdfast.reshard import Box, Grid
-from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.testing import Fault, FaultyStorage
+from holdfast.storage import LocalStorage, MemoryStorage, retrying
+from holdfast.testing import FakeClock, Fault, FaultyStorage
 
 ATTEMPT = "00000000000000aa"
 INTENT = (
@@ -242,15 +243,13 @@ def test_a_tombstone_that_a_save_replaces_while_gc_looks_is_left_alone():
     saved = []
 
     def save(method, key):
-        if method == "stat" and key == "a/metadata.json" and len(saved) < 2:
-            saved.append(key)
-            if len(saved) == 2:
-                Catalog(storage).write("a", {"n": 1})
+        if method == "delete" and key == "a/metadata.json":
+            saved.append(Catalog(storage).write("a", {"n": 1}))
 
     observed = Observed(storage, before=save)
     observed.ages = {"metadata": 8 * 24 * 3600.0}
-    Catalog(observed).gc()
-    assert len(saved) == 2
+    assert Catalog(observed).gc().deleted == ()
+    assert len(saved) == 1
     assert Catalog(storage).read("a") == {"n": 1}
 
 
@@ -324,9 +323,9 @@ def test_while_one_record_cannot_be_read_no_file_of_another_is_deleted(storage):
         catalog.write(prefix, {"x": np.arange(3)})
     corrupted(storage, "a")
     shards = [info.key for info in storage.list() if "shard" in info.key]
-    catalog.delete("b")
-    with pytest.raises(StorageError, match="no checkpoint any more, but not all of its files"):
-        catalog.rollback("c")
+    for remove in (lambda: catalog.delete("b"), lambda: catalog.rollback("c")):
+        with pytest.raises(StorageError, match=r"no checkpoint any more, .* what is in a cannot"):
+            remove()
     assert [info.key for info in storage.list() if "shard" in info.key] == shards
     assert catalog.list() == []
     catalog.rollback("a")
@@ -399,7 +398,7 @@ def test_a_delete_does_not_take_a_checkpoint_that_has_just_replaced_the_one_it_m
         if method == "replace" and key == "a/metadata.json" and next(once, None):
             catalog.write("a", {"n": 2}, overwrite=True)
 
-    with pytest.raises(StorageError, match="at the same time; nothing was deleted, try again"):
+    with pytest.raises(StorageError, match="what they made of it is left as it is; try again"):
         Catalog(Observed(storage, before=overwrite)).delete("a")
     assert catalog.read("a") == {"n": 2}
 
@@ -433,18 +432,173 @@ def test_files_that_cannot_be_deleted_are_reported_and_left_to_gc():
 
 
 @pytest.mark.parametrize("operation", ["delete", "rollback"])
-@pytest.mark.parametrize("fenced", [False, True])
-def test_a_storage_without_room_for_a_tombstone_can_be_emptied(fenced, operation):
+def test_a_storage_without_room_for_a_tombstone_can_be_emptied(operation):
     inner = MemoryStorage()
     Catalog(inner).write("a", {"x": np.arange(3)})
-    if fenced:
-        begun(inner, "a", np.arange(9), overwrite=True)
-        aged(inner, intent=10_000).gc()
     faulty = FaultyStorage(inner, [Fault("replace", 1, NoSpaceError("full"))])
     getattr(Catalog(faulty), operation)("a")
     assert faulty.unfired == ()
+    assert files_of(inner) == {}
+
+
+@pytest.mark.parametrize("operation", ["delete", "rollback"])
+def test_without_room_for_a_tombstone_a_record_stays_that_keeps_a_given_up_save_out(operation):
+    inner = MemoryStorage()
+    Catalog(inner).write("a", {"x": np.arange(3)})
+    begun(inner, "a", np.arange(9), overwrite=True)
+    aged(inner, intent=10_000).gc()
+    before = files_of(inner)
+    faulty = FaultyStorage(inner, [Fault("replace", 1, NoSpaceError("full"))])
+    with pytest.raises(NoSpaceError) as caught:
+        getattr(Catalog(faulty), operation)("a")
+    assert "delete another checkpoint first" in caught.value.__notes__[0]
+    assert files_of(inner) == before
+
+
+def test_without_room_a_record_that_was_just_replaced_stays():
+    inner = MemoryStorage()
+    saver = Catalog(inner)
+    saver.write("a", {"n": 1})
+
+    class Full(Observed):
+        def replace(self, key, data, expected):
+            raise NoSpaceError("full", path=key)
+
+    def overwrite(method, key):
+        if method == "delete" and key == "a/metadata.json":
+            saver.write("a", {"n": 2}, overwrite=True)
+
+    with pytest.raises(StorageError, match="what they made of it is left as it is"):
+        Catalog(Full(inner, before=overwrite)).delete("a")
+    assert saver.read("a") == {"n": 2}
+
+
+def test_a_delete_that_lifts_its_tombstone_does_not_take_the_save_that_came_just_before():
+    inner = MemoryStorage()
+    saver = Catalog(inner)
+    saver.write("a", {"x": np.arange(3), "n": 1})
+    saved = []
+
+    def save(method, key):
+        if method == "delete" and key == "a/metadata.json":
+            saved.append(saver.write("a", {"x": np.arange(4), "n": 2}))
+
+    Catalog(Observed(inner, before=save)).delete("a")
+    assert len(saved) == 1
+    assert saver.read("a")["n"] == 2
+    assert leftovers(inner) == []
+
+
+class WithoutComparedDeletes(Observed):
+    """As object stores are."""
+
+    def delete(self, key, *, expected=None):
+        if expected is not None:
+            raise StorageError("this storage cannot delete one version", path=key)
+        super().delete(key)
+
+
+def test_a_storage_that_cannot_delete_one_version_keeps_tombstones_and_takes_new_saves():
+    inner = MemoryStorage()
+    catalog = Catalog(WithoutComparedDeletes(inner))
+    for n in range(3):
+        catalog.write("a", {"x": np.arange(3), "n": n})
+        assert catalog.read("a")["n"] == n
+        catalog.delete("a")
+        assert catalog.list() == []
+        assert leftovers(inner) == ["a/metadata.json"]
+        assert inner.stat("a/metadata.json").size_bytes < 350
+    catalog.rollback("a")
+    assert leftovers(inner) == ["a/metadata.json"]
+    assert aged(inner, metadata=10**7).gc().deleted == ("a/metadata.json",)
+
+
+def test_a_delete_whose_answer_was_lost_and_whose_tombstone_was_fenced_has_deleted():
+    inner = MemoryStorage()
+    Catalog(inner).write("a", {"x": np.arange(3)})
+    attempt, _ = begun(inner, "a", np.arange(9), overwrite=True)
+
+    class Lossy(Observed):
+        lost = False
+
+        def replace(self, key, data, expected):
+            info = super().replace(key, data, expected)
+            if not self.lost:
+                self.lost = True
+                aged(inner, intent=10_000).gc()
+                raise TransientStorageError("connection reset", path=key)
+            return info
+
+    Catalog(retrying(Lossy(inner), clock=FakeClock())).delete("a")
     assert Catalog(inner).list() == []
-    assert leftovers(inner) == (["a/metadata.json"] if fenced else [])
+    assert leftovers(inner) == ["a/metadata.json"]
+    assert find_record(inner, "a").record.fence == 1
+
+
+# --- files of others
+
+
+@pytest.mark.parametrize("data", [b'{"hf": 1}', b"[1, 2]", b"x" * (65 * 1024 * 1024)])
+def test_a_metadata_file_of_somebody_else_is_left_alone_and_disturbs_nobody(storage, data, caplog):
+    put(storage, "tokenizer/metadata.json", data)
+    catalog = Catalog(storage)
+    with caplog.at_level(logging.INFO, "holdfast.catalog"):
+        catalog.write("a", {"x": np.arange(3)})
+        catalog.write("b", {"x": np.arange(3)})
+        assert [(info.prefix, info.ordinal) for info in catalog.list()] == [("b", 2), ("a", 1)]
+        catalog.delete("a")
+        put(storage, "c/shard-0-00000000000000cc.safetensors", b"left")
+        report = catalog.gc()
+    assert "tokenizer" not in caplog.text
+    assert report.deleted == ("c/shard-0-00000000000000cc.safetensors",)
+    assert dict(report.kept) == {}
+    assert leftovers(storage) == ["tokenizer/metadata.json"]
+    with pytest.raises(StorageError, match="this file is not holdfast's, so it stays"):
+        catalog.rollback("tokenizer")
+    for overwrite in (False, True):
+        with pytest.raises(CorruptedError, match="this file is not holdfast's"):
+            catalog.write("tokenizer", {"n": 1}, overwrite=overwrite)
+    assert storage.read("tokenizer/metadata.json") == data
+
+
+@pytest.mark.parametrize("damage", ["first bytes", "zeroed", "empty"])
+def test_a_record_whose_first_bytes_are_damaged_is_not_taken_for_somebody_elses(storage, damage):
+    referring(storage)
+    Catalog(storage).delete("base")
+    data = storage.read("ref/metadata.json")
+    broken = {"first bytes": b"[" + data[1:], "zeroed": bytes(len(data)), "empty": b""}[damage]
+    put(storage, "ref/metadata.json", broken)
+    before = files_of(storage)
+    report = aged(storage, intent=10_000).gc()
+    assert report.deleted == ()
+    assert "its commit record cannot be read" in report.kept["ref"]
+    assert files_of(storage) == before
+    with pytest.raises(CorruptedError) as caught:
+        Catalog(storage).write("ref", {}, overwrite=True)
+    assert "rollback" in caught.value.__notes__[0]
+    Catalog(storage).rollback("ref")
+    Catalog(storage).write("ref", {"n": 1})
+    assert Catalog(storage).read("ref") == {"n": 1}
+
+
+def test_looking_after_a_place_where_nothing_is_makes_nothing(tmp_path):
+    catalog = Catalog(tmp_path / "never")
+    assert catalog.gc().deleted == ()
+    assert catalog.list() == []
+    catalog.rollback("a")
+    with pytest.raises(CheckpointNotFoundError):
+        catalog.delete("a")
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_lease_is_honoured_for_a_day_at_most():
+    storage = MemoryStorage()
+    put(storage, "z/intent-00000000000000dd.json", INTENT % b"1e9")
+    assert aged(storage, intent=23 * 3600).gc().kept == {"z": "a save is under way"}
+    assert "z/intent-00000000000000dd.json" in aged(storage, intent=25 * 3600).gc().deleted
+    for make in (Catalog, lambda s, **k: Attempt.begin(s, "a", **k)):
+        with pytest.raises(ValueError, match="lease_s must be at most 86400 seconds, not 100000"):
+            make(storage, lease_s=100_000)
 
 
 def test_gc_of_a_full_storage_removes_what_needs_no_tombstone():

@@ -12,7 +12,8 @@ from holdfast import reshard
 from holdfast.catalog import Catalog
 from holdfast.catalog._read_plan import plan_box
 from holdfast.errors import CheckpointNotFoundError, CorruptedError, LoadError, SaveError
-from holdfast.format import CHUNK_BYTES, DTYPES, CompressionLevel, LeafRef, numpy_dtype
+from holdfast.format import CHUNK_BYTES, CompressionLevel, LeafRef, numpy_dtype
+from holdfast.format._dtypes import DTYPES
 from holdfast.reshard import Box, Grid
 from holdfast.storage import LocalStorage, MemoryStorage
 

@@ -13,16 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptedError, IncompatibleVersionError
-from holdfast.format import (
-    CHUNK_BYTES,
-    DTYPES,
-    CompressionLevel,
-    check_codec,
-    codec_for,
-    compress_chunk,
-    compressed,
-    decompress_chunk,
-)
+from holdfast.format import CHUNK_BYTES, CompressionLevel, codec_for, compressed, decompress_chunk
+from holdfast.format._codecs import check_codec, compress_chunk
+from holdfast.format._dtypes import DTYPES
 
 LEVELS = (CompressionLevel.FAST, CompressionLevel.BALANCED, CompressionLevel.MAXIMUM)
 CODEC = codec_for("balanced", "F32")

@@ -1,13 +1,16 @@
 """The codes of element types against the libraries that have them."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import safetensors
 import torch
 
-from holdfast.format import DTYPES, dtype_of, dtype_of_numpy, numpy_dtype
+from holdfast.format import dtype_of, dtype_of_numpy, numpy_dtype
+from holdfast.format._dtypes import DTYPES
 
 
 def opens_in_safetensors(code: str, itemsize: int) -> bool:
@@ -91,3 +94,13 @@ def test_alignment_is_that_of_the_stored_type():
         "BOOL": 1,
     }
     assert dtype_of("C128").alignment == 1
+
+
+def test_a_big_endian_machine_is_told_that_it_cannot():
+    code = (
+        "import sys, numpy, ml_dtypes, msgspec, xxhash, zstandard; sys.byteorder = 'big'; "
+        "import holdfast.format"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "this machine is big-endian, so holdfast cannot run on it" in done.stderr

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format import entry_name, entry_of_box, parse_entry_name
+from holdfast.format._entry_names import entry_name, entry_of_box, parse_entry_name
 
 names = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40),

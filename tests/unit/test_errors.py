@@ -93,6 +93,7 @@ def test_every_kind_has_a_class_so_that_any_record_can_be_rebuilt():
     ("ours", "builtin"),
     [
         (errors.CheckpointNotFoundError, KeyError),
+        (errors.TensorNotFoundError, KeyError),
         (errors.OperationTimeoutError, TimeoutError),
         (errors.ObjectExistsError, FileExistsError),
         (errors.ObjectNotFoundError, FileNotFoundError),

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from hostile_tools import peak_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,13 @@ def test_cells_are_found_without_looking_at_the_others():
     assert [grid.box(cell) for cell in found] == [
         Box((row, column), (row + 1, column + 10)) for row in (5, 6) for column in (10, 20, 30)
     ]
+
+
+def test_cells_of_a_huge_grid_are_not_listed_before_the_first_is_known():
+    for grid in (Grid((10**9,), (1,)), Grid((10**9, 2, 10**9), (1, 1, 10**9))):
+        cells = grid.cells_in(Box.whole(grid.shape))
+        assert peak_of(lambda cells=cells: list(itertools.islice(cells, 5))) < 10_000
+        assert next(cells) == 5
 
 
 def test_equal_cuts_become_a_step():

@@ -22,24 +22,22 @@ SURFACE = {
         ErrorRecord IncompatibleVersionError LoadError NoSpaceError ObjectChangedError
         ObjectExistsError ObjectNotFoundError OperationTimeoutError RankFailedError
         RankLostError RankTimeoutError RecomputationError ReplicaMismatchError SaveError
-        StorageError TornSnapshotError TransientStorageError UnknownLayerError
+        StorageError TensorNotFoundError TornSnapshotError TransientStorageError UnknownLayerError
         ValidationError
     """,
     "format": """
-        Box CHUNK_BYTES ChunkTable CommitRecord CompressionLevel Cut DIGEST_BYTES DTYPES
-        DType LeafRef MAX_VALUE_DEPTH MAX_VALUE_JSON_DEPTH PlacedEntry Placement ShardEntry
-        ShardLayout StoredFile StoredTensor TorchValue ValuePath check_codec chunk_count
-        chunk_digests codec_for compress_chunk compressed decode_record decode_value
+        CHUNK_BYTES ChunkTable CommitRecord CompressionLevel DIGEST_BYTES DType LeafRef
+        PlacedEntry ShardEntry ShardLayout StoredCut StoredFile StoredPlacement StoredTensor
+        TorchValue ValuePath chunk_digests codec_for compressed decode_record decode_value
         decompress_chunk digest dtype_of dtype_of_numpy encode_record encode_table
-        encode_value entry_name entry_of_box file_digest header_bytes_needed leaf_digest
-        numpy_dtype parse_entry_name parse_shard_header parse_table plan_shard scan_json
+        encode_value entry_of_box file_digest header_bytes_needed leaf_digest numpy_dtype
+        parse_shard_header parse_table plan_shard
     """,
     "reshard": """
-        Box ByteRuns CopyRuns CoverageProblem Cut Grid Hole IndexRuns Layout Leaf LeafList
-        Load MeshGrid Outside Overlap Part Placement RankGroup Replicate SavePlan Shard Span
-        StridedShard TensorPlan Write boxes_met check_coverage chunk_spans coalesce
-        copy_runs copy_to_part group_ranks leaf_list_digest mesh_grid plan_load plan_save
-        row_runs split_box
+        Box CopyRuns Grid Hole IndexRuns Layout Leaf LeafList Load Outside Overlap Part
+        Placement RankGroup Replicate SavePlan Shard StridedShard Write boxes_met
+        check_coverage chunk_spans coalesce copy_to_part group_ranks mesh_grid plan_load
+        plan_save row_runs split_box
     """,
     "resilience": """
         CheckpointRollbackManager CircuitBreaker CircuitState FaultToleranceHandler

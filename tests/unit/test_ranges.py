@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.reshard import Box, chunk_spans, coalesce, copy_runs, row_runs
+from holdfast.reshard import Box, Part, chunk_spans, coalesce, copy_to_part, row_runs
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 ITEMSIZES = st.sampled_from([1, 2, 8])
@@ -28,6 +28,10 @@ def boxes_around(draw, inner, shape):
     start = tuple(draw(st.integers(0, low)) for low in inner.start)
     stop = tuple(draw(st.integers(high, n)) for high, n in zip(inner.stop, shape, strict=True))
     return Box(start, stop)
+
+
+def copy_runs(piece, src, dst, itemsize):
+    return copy_to_part(piece, src, Part.alone(dst), itemsize)
 
 
 def stored(array, box):

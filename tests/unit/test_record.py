@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from holdfast.errors import CheckpointError
 from holdfast.format import (
     CommitRecord,
-    Cut,
-    Placement,
+    StoredCut,
     StoredFile,
+    StoredPlacement,
     StoredTensor,
     decode_record,
     encode_record,
@@ -31,12 +31,12 @@ def file(rank: int, **given) -> StoredFile:
 
 
 def tensor(shape=(4, 6), *, dtype="F32", files=((0, 0, 1),), **placement) -> StoredTensor:
-    placed = Placement(files=files, **placement)
+    placed = StoredPlacement(files=files, **placement)
     return StoredTensor(dtype=dtype, shape=shape, placement=placed)
 
 
-def grid(*cuts: int | tuple[tuple[int, int, int], ...]) -> tuple[Cut, ...]:
-    return tuple(Cut(step=cut) if isinstance(cut, int) else Cut(at=cut) for cut in cuts)
+def grid(*cuts: int | tuple[tuple[int, int, int], ...]) -> tuple[StoredCut, ...]:
+    return tuple(StoredCut(step=cut) if isinstance(cut, int) else StoredCut(at=cut) for cut in cuts)
 
 
 def record(**given) -> CommitRecord:
@@ -150,14 +150,14 @@ def tensors(draw, files: int):
     cells = 1
     for size in shape:
         if 0 in shape:
-            cuts.append(Cut(step=size))
+            cuts.append(StoredCut(step=size))
         elif draw(st.booleans()):
             step = draw(st.integers(1, size))
-            cuts.append(Cut(step=step))
+            cuts.append(StoredCut(step=step))
             cells *= -(-size // step)
         else:
             at = draw(rising_runs(size))
-            cuts.append(Cut(at=at))
+            cuts.append(StoredCut(at=at))
             cells *= sum(count for _, _, count in at) + 1
     runs = []
     while cells:
@@ -283,3 +283,18 @@ def test_the_deepest_tree_that_can_be_written_is_read():
     assert again(record(tree=tree)).tree == tree
     with pytest.raises(ValueError, match="nested more than"):
         encode_record(record(tree=[tree]))
+
+
+@pytest.mark.parametrize("field", ["tree", "custom"])
+@pytest.mark.parametrize("value", [{1: "a", "1": "b"}, [[{"x": {2: 0, "2": 0}}]]])
+def test_keys_that_would_be_written_alike_are_not_written(field, value):
+    with pytest.raises(ValueError, match="occurs twice in one object"):
+        encode_record(record(**{field: value}))
+
+
+def test_names_that_would_be_written_alike_are_not_written():
+    whole = tensor(cuts=grid(4, 6))
+    with pytest.raises(ValueError, match="occurs twice in one object"):
+        encode_record(record(tensors={1: whole, "1": whole}))
+    with pytest.raises(ValueError, match="occurs twice in one object"):
+        encode_record(record(metrics={1: 2.0, "1": 2.0}))

@@ -54,9 +54,9 @@ class FailingStorage:
     def url(self):
         return self.inner.url
 
-    def delete(self, key):
+    def delete(self, key, *, expected=None):
         self.meet("delete", key)
-        self.inner.delete(key)
+        self.inner.delete(key, expected=expected)
 
     def list(self, prefix=""):
         for info in self.inner.list(prefix):

@@ -14,9 +14,7 @@ from made_shards import contents_of, digest_of, make_shard, open_shard
 from holdfast.errors import CheckpointError, CorruptedError
 from holdfast.format import (
     CHUNK_BYTES,
-    DTYPES,
     ShardEntry,
-    chunk_count,
     chunk_digests,
     digest,
     dtype_of,
@@ -28,6 +26,8 @@ from holdfast.format import (
     parse_table,
     plan_shard,
 )
+from holdfast.format._digest import chunk_count
+from holdfast.format._dtypes import DTYPES
 
 SHAPES = [(), (0,), (1,), (5,), (3, 0, 2), (2, 3, 4), (1, 1, 1, 1, 1, 1)]
 
@@ -211,7 +211,8 @@ def layouts(draw):
         entries.append(entry)
         contents.append(some_bytes(size_of(entry), index))
         if draw(st.booleans()):
-            frames[index] = [draw(st.binary(min_size=1, max_size=9)) for _ in contents[-1][:1]]
+            most = min(9, len(contents[-1]))
+            frames[index] = [draw(st.binary(min_size=1, max_size=most)) for _ in contents[-1][:1]]
     return entries, contents, frames
 
 
@@ -281,12 +282,18 @@ def entry(**given) -> ShardEntry:
         ([entry(name=f"{i}", shape=(2**57,)) for i in range(32)], {}, "larger than any file"),
         ([entry()], {"stored": {1: ("c", [1])}}, r"entries \[1\] of 1"),
         ([entry()], {"stored": {0: ("c", [1, 2])}}, "2 frames for 1 chunks"),
-        ([entry()], {"stored": {0: ("c", [0])}}, "a frame has 1 to"),
-        ([entry()], {"stored": {0: ("c", [2**32])}}, "a frame has 1 to"),
+        ([entry()], {"stored": {0: ("c", [0])}}, "a frame has at least 1 byte, and no more than"),
+        ([entry()], {"stored": {0: ("c", [9])}}, "no more than its chunk"),
+        ([entry(shape=(65_537,))], {"stored": {0: ("c", [9, 5])}}, "no more than its chunk"),
+        ([entry(shape=(65_537,))], {"stored": {0: ("c", [262_145, 4])}}, "no more than its chunk"),
         ([entry()], {"stored": {0: ("", [1])}}, "codec"),
         ([entry()], {"metadata": {"holdfast": "x"}}, "format's own"),
         ([entry()], {"metadata": {"a": 1}}, r"metadata\['a'\]"),
-        ([entry()], {"metadata": {"a": "x" * 100_000_000}}, "too long"),
+        (
+            [entry()],
+            {"metadata": {"a": "x" * 33_554_432}},
+            "too long, a shard's has at most 33554432",
+        ),
     ],
 )
 def test_shards_that_cannot_be_are_refused(entries, options, words):

@@ -80,9 +80,9 @@ class Stuck(MemoryStorage):
             self.wait_in("list")
             yield info
 
-    def delete(self, key):
+    def delete(self, key, *, expected=None):
         self.wait_in("delete")
-        super().delete(key)
+        super().delete(key, expected=expected)
 
     def free_bytes(self):
         self.wait_in("free_bytes")
@@ -201,6 +201,29 @@ class TestRetrying:
             patient(faulty).replace("a", b"mine", version)
         assert faulty.read("a") == b"theirs"
 
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_a_version_is_deleted_though_the_answer_was_lost(self, when):
+        faulty = FaultyStorage(MemoryStorage(), [Fault("delete", 1, passing(), when)])
+        version = faulty.create("a", b"old").version
+        patient(faulty).delete("a", expected=version)
+        assert [call.method for call in faulty.calls] == ["create", "delete", "delete"]
+        assert list(faulty.list()) == []
+
+    def test_a_newer_object_is_not_deleted_by_another_attempt(self):
+        class Overtaken(MemoryStorage):
+            def delete(self, key, *, expected=None):
+                super().delete(key, expected=expected)
+                if not overtaken:
+                    overtaken.append(self.create(key, b"newer"))
+                    raise passing()
+
+        overtaken = []
+        storage = Overtaken()
+        version = storage.create("a", b"old").version
+        with pytest.raises(ObjectChangedError):
+            patient(storage).delete("a", expected=version)
+        assert overtaken == [storage.stat("a")]
+
     def test_an_object_that_changes_while_it_is_read_back_is_not_taken_for_ours(self):
         class Racing(FaultyStorage):
             def read(self, key):
@@ -280,7 +303,7 @@ class TestDeadlined:
 
     def test_late_reads_may_be_tried_again_and_late_changes_not(self):
         stuck = Stuck("read", "delete", "list", "open_writer")
-        MemoryStorage.create(stuck, "a", b"x")
+        version = MemoryStorage.create(stuck, "a", b"x").version
         storage = deadlined(stuck, SOON)
         transient = {}
         for name, use in {
@@ -288,12 +311,14 @@ class TestDeadlined:
             "list": lambda: list(storage.list()),
             "open_writer": lambda: storage.open_writer("a"),
             "delete": lambda: storage.delete("a"),
+            "delete one": lambda: storage.delete("a", expected=version),
         }.items():
             with pytest.raises(OperationTimeoutError) as caught:
                 use()
             transient[name] = caught.value.transient
         stuck.go.set()
-        assert transient == {"read": True, "list": True, "open_writer": True, "delete": False}
+        changes = {"delete": False, "delete one": False}
+        assert transient == {"read": True, "list": True, "open_writer": True, **changes}
 
     def test_the_callers_memory_is_not_touched_after_a_timeout(self):
         stuck = Stuck("read_into")
@@ -395,6 +420,7 @@ class TestBreaking:
             (ObjectNotFoundError, lambda: storage.read("b")),
             (ObjectExistsError, lambda: storage.create("a", b"")),
             (ObjectChangedError, lambda: storage.replace("a", b"", "other")),
+            (ObjectChangedError, lambda: storage.delete("a", expected="other")),
             (StorageError, lambda: storage.read_into("a", [into(0, 9)])),
             (ValueError, lambda: storage.delete("../a")),
             (TypeError, lambda: storage.create("c", "text")),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptedError
-from holdfast.format import scan_json
+from holdfast.format._strict_json import scan_json
 
 
 def refusal(text, max_depth=64):

@@ -293,8 +293,12 @@ PLAIN = "which cannot be stored; store its state_dict or plain values instead"
         (np.longdouble(1), "state is a NumPy scalar of dtype float128"),
         (np.void(b"abc"), "state is a NumPy scalar of dtype |V3"),
         (
-            {"a": np.zeros(131_073)},
-            "the most inside the tree of values is 1,048,576 bytes: pass it as a leaf, which is",
+            {"a": np.zeros(131_073, "datetime64[s]")},
+            "datetime64[s] and 1,048,584 bytes, which cannot be stored; the most outside of shards",
+        ),
+        (
+            np.zeros(131_073, "datetime64[s]"),
+            "convert it to numbers (dates by value.view('int64')), or store it as a list or in",
         ),
         (np.ma.masked_array([1], [True]), "state is a numpy.ma.MaskedArray"),
         ({LeafRef(kind="tensor", name="x")}, "a member of state is a holdfast.format."),
@@ -556,3 +560,38 @@ def test_every_example_of_the_document_is_what_is_written():
     assert tags == set(TAGS) - {"unheard"}
     for text in examples:
         assert stored(loaded(text.encode())) == text.encode()
+
+
+PRIME = 2**61 - 1  # Python's hash of an int is its rest modulo this
+ALIKE = {
+    "ints": [PRIME * index for index in range(8, 8 + 100_000)],
+    "complex": [complex(1_000_003 * index, -index) for index in range(2, 100_002)],
+}
+
+
+@pytest.mark.parametrize("members", ALIKE.values(), ids=ALIKE)
+def test_keys_that_all_have_one_hash_are_refused_at_once(members):
+    encoded = [encode_value(member) for member in members]
+    pairs = [[key, None] for key in encoded]
+    for tag, payload in (("set", encoded), ("frozenset", encoded), ("dict", pairs)):
+        with pytest.raises(CorruptedError, match="more than 64 keys or members have the same hash"):
+            decode_value({"$": [tag, payload]})
+
+
+@pytest.mark.parametrize("members", ALIKE.values(), ids=ALIKE)
+def test_keys_that_could_not_be_read_are_not_written(members):
+    few, many = members[:64], members[:65]
+    assert decode_value(encode_value(set(few))) == set(few)
+    assert decode_value(encode_value(dict.fromkeys(few))) == dict.fromkeys(few)
+    with pytest.raises(
+        SaveError, match=r"state\['a'\] has more than 64 members with the same hash"
+    ):
+        encode_value({"a": set(many)})
+    with pytest.raises(SaveError, match="state has more than 64 keys with the same hash"):
+        encode_value(dict.fromkeys(many))
+
+
+def test_many_keys_of_every_kind_come_back():
+    keys = [*range(-500, 500), *map(str, range(500)), *(n / 7 for n in range(1, 500))]
+    keys += [(n, str(n)) for n in range(500)] + [2**70 + n for n in range(500)]
+    assert decode_value(encode_value(dict.fromkeys(keys))) == dict.fromkeys(keys)

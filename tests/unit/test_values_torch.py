@@ -13,14 +13,9 @@ from torch.optim import lr_scheduler, swa_utils
 from value_strategies import same, values
 
 from holdfast.errors import IncompatibleVersionError, SaveError
-from holdfast.format import (
-    MAX_VALUE_JSON_DEPTH,
-    LeafRef,
-    TorchValue,
-    decode_value,
-    encode_value,
-    scan_json,
-)
+from holdfast.format import LeafRef, TorchValue, decode_value, encode_value
+from holdfast.format._strict_json import scan_json
+from holdfast.format._value_model import MAX_VALUE_JSON_DEPTH
 
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str

@@ -1,6 +1,6 @@
 """One attempt at saving a checkpoint, from its intent to its commit. Knows no tensors.
 
-    intent -> shards -> every shard stat'ed -> commit record -> intent removed
+    intent -> shards -> every shard stat'ed -> ordinal -> commit record -> intent removed
 
 The commit record is put in place in one step, and only over what stood there when the attempt
 began. So whoever gives an attempt up for dead changes what stands there, and an attempt that wakes
@@ -9,32 +9,40 @@ up again publishes nothing.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
 from holdfast import _checks
+from holdfast._lanes import run_all
 from holdfast.catalog._committed import Found, find_record, publish
-from holdfast.catalog._intents import DEFAULT_LEASE_S, Intent, encode_intent
+from holdfast.catalog._intents import DEFAULT_LEASE_S, Intent, check_lease, encode_intent
 from holdfast.catalog._names import attempt_of_shard, new_attempt, shard_name
-from holdfast.contracts import COMMIT_RECORD, Clock, ObjectInfo, Storage
+from holdfast.catalog._needed import needed_in
+from holdfast.catalog._survey import storage_time, survey
+from holdfast.contracts import COMMIT_RECORD, Clock, Storage
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
+    CorruptedError,
+    IncompatibleVersionError,
     ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
     SaveError,
     StorageError,
 )
-from holdfast.format import CommitRecord, encode_record
+from holdfast.format import CommitRecord, StoredFile, encode_record
 from holdfast.resilience import SystemClock
 
 _log = logging.getLogger("holdfast.catalog")
 
-_RENEWALS_PER_LEASE = 4
+_RENEWALS_PER_LEASE: Final = 4
+_TRIES_PER_LEASE: Final = 16
+_STATS_AT_ONCE: Final = 64
+_STAT_LANES: Final = 16
 
 
 class Attempt:
@@ -45,9 +53,10 @@ class Attempt:
         self._storage = storage
         self._clock = clock
         self._seen = seen
-        self._version = _announced(storage, intent).version
-        self._renewed_s = clock.now()
+        _announce(storage, intent)
+        self._renew_at_s = clock.now() + intent.lease_s / _RENEWALS_PER_LEASE
         self._open = True
+        self._published = False
         self.intent = intent
 
     @classmethod
@@ -68,8 +77,15 @@ class Attempt:
         still committed, and they stay until the commit.
         """
         check_prefix("prefix", prefix)
-        _checks.seconds("lease_s", lease_s)
-        seen = find_record(storage, prefix)
+        check_lease(lease_s)
+        try:
+            seen = find_record(storage, prefix)
+        except (CorruptedError, IncompatibleVersionError) as error:
+            error.add_note(
+                "Nothing was saved. Choose another name; or, if this was a checkpoint of "
+                "holdfast's, remove it with rollback and save again."
+            )
+            raise
         if seen is not None and seen.is_committed and not overwrite:
             raise _exists(storage, prefix)
         intent = Intent(prefix=prefix, attempt=new_attempt(), lease_s=lease_s, refers=tuple(refers))
@@ -84,57 +100,88 @@ class Attempt:
         return f"{self.intent.prefix}/{shard_name(rank, self.intent.attempt, part)}"
 
     def keep_alive(self) -> None:
-        """Renew the lease if it is time to. Cheap to call often; call it at least that often."""
-        if self._clock.now() - self._renewed_s < self.intent.lease_s / _RENEWALS_PER_LEASE:
-            return
-        with self._lost_if_changed():
-            info = self._storage.replace(self.intent.key, encode_intent(self.intent), self._version)
-        self._version = info.version
-        self._renewed_s = self._clock.now()
+        """Renew the lease if it is time to: four times in each. Cheap to call often; call it at
+        least that often.
 
-    def commit(self, record: CommitRecord) -> CommitRecord:
+        ``SaveError`` if somebody has given this save up. A renewal that fails is tried again at a
+        later call: the save does not hang on it, and its commit is safe without any lease.
+        """
+        if self._clock.now() < self._renew_at_s:
+            return
+        self._check_lease()
+        times = _RENEWALS_PER_LEASE
+        try:
+            _renew(self._storage, self.intent)
+        except CheckpointError as error:
+            _log.warning("the lease of a save could not be renewed yet: %s", error)
+            times = _TRIES_PER_LEASE
+        self._renew_at_s = self._clock.now() + self.intent.lease_s / times
+
+    def commit(
+        self, record: CommitRecord, *, next_ordinal: Callable[[], int] | None = None
+    ) -> CommitRecord:
         """Make the checkpoint exist. Every file that the record names must be there.
 
-        Returns the record as it was put in place: with the fences of the one before it.
+        ``next_ordinal`` is asked as late as possible, and its answer takes the place of the
+        record's ordinal. Returns the record as it was put in place: with that, and with the
+        fences of the one before it.
         """
         storage, prefix = self._storage, self.intent.prefix
+        self._check_lease()
+        for first in range(0, len(record.files), _STATS_AT_ONCE):
+            self.keep_alive()
+            files = record.files[first : first + _STATS_AT_ONCE]
+            run_all(files, self._check_written, lanes=_STAT_LANES)
+        if next_ordinal is not None:
+            record = msgspec.structs.replace(record, ordinal=next_ordinal())
         if self._seen is not None:
             record = msgspec.structs.replace(record, fence=self._seen.record.fence)
         try:
             data = encode_record(record)
         except ValueError as error:
             raise SaveError(f"{error}; nothing was committed", path=prefix) from error
-        with self._lost_if_changed():
-            if storage.stat(self.intent.key).version != self._version:
-                raise ObjectChangedError("the intent was changed", path=self.intent.key)
-        for file in record.files:
-            self._check_written(f"{file.prefix or prefix}/{file.name}", file.size_bytes)
         over = None if self._seen is None else self._seen.info.version
+        self._published = True
         try:
             publish(storage, prefix, data, over)
         except (ObjectExistsError, ObjectChangedError, ObjectNotFoundError) as error:
-            raise SaveError(
-                "somebody else saved, deleted or gave up this checkpoint in the meantime; "
-                "nothing was committed",
-                path=f"{storage.url}/{prefix}",
-            ) from error
+            if not self._is_ours(error):
+                raise SaveError(
+                    "somebody else saved, deleted or gave up this checkpoint in the meantime; "
+                    "nothing was committed",
+                    path=f"{storage.url}/{prefix}",
+                ) from error
         except BaseException as error:
-            if not self._took_effect(record.attempt, error):
+            if not self._took_effect(error):
                 raise
         self._open = False
         self._remove_intent()
         return record
 
     def abort(self) -> None:
-        """Remove what this attempt wrote. Idempotent; does nothing after ``commit``."""
+        """Remove what this attempt wrote. Idempotent; does nothing after ``commit``.
+
+        Nothing is removed if the record in place is this attempt's, or cannot be read.
+        """
         if not self._open:
             return
         self._open = False
-        prefix = self.intent.prefix
-        for info in [*self._storage.list(f"{prefix}/shard-")]:
-            if attempt_of_shard(info.key.removeprefix(f"{prefix}/")) == self.intent.attempt:
-                self._storage.delete(info.key)
-        self._storage.delete(self.intent.key)
+        storage, prefix = self._storage, self.intent.prefix
+        found = find_record(storage, prefix)
+        if found is not None and found.record.attempt == self.intent.attempt:
+            return
+        written = [
+            info.key
+            for info in storage.list(f"{prefix}/shard-")
+            if attempt_of_shard(info.key.removeprefix(f"{prefix}/")) == self.intent.attempt
+        ]
+        if written and self._published:
+            # It may have been committed for a moment, and another may refer to it since.
+            needed = needed_in(survey(storage, storage_time(storage)).values())
+            written = [key for key in written if not needed.holds(key)]
+        for key in written:
+            storage.delete(key)
+        storage.delete(self.intent.key)
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +200,19 @@ class Attempt:
         except CheckpointError as problem:
             error.add_note(f"What the save had written could not be removed: {problem}")
 
-    def _check_written(self, key: str, size_bytes: int) -> None:
+    def _check_lease(self) -> None:
+        """Nobody else writes the intent of an attempt, so it is there or it was given up."""
+        try:
+            self._storage.stat(self.intent.key)
+        except ObjectNotFoundError as error:
+            raise SaveError(
+                f"the save lost its lease of {self.intent.lease_s:g} s: it was silent for longer, "
+                "and somebody cleaned up after it; nothing was committed",
+                path=self.intent.key,
+            ) from error
+
+    def _check_written(self, file: StoredFile) -> None:
+        key, size_bytes = f"{file.prefix or self.intent.prefix}/{file.name}", file.size_bytes
         try:
             found = self._storage.stat(key)
         except ObjectNotFoundError as error:
@@ -168,7 +227,18 @@ class Attempt:
                 path=key,
             )
 
-    def _took_effect(self, attempt: str, error: BaseException) -> bool:
+    def _is_ours(self, error: CheckpointError) -> bool:
+        """After a commit that was refused: whether the record in place is this attempt's all the
+        same. A retry may find what its first try has put there, and what others made of it since.
+        """
+        try:
+            found = find_record(self._storage, self.intent.prefix)
+        except CheckpointError:
+            self._leave(error)
+            raise error from None
+        return found is not None and found.record.attempt == self.intent.attempt
+
+    def _took_effect(self, error: BaseException) -> bool:
         """After a commit that failed: whether it succeeded all the same.
 
         A storage that lost its answer on the way has the record, and that is all there is to a
@@ -178,44 +248,45 @@ class Attempt:
         visible: bool | None = None
         with contextlib.suppress(CheckpointError):
             found = find_record(self._storage, self.intent.prefix)
-            visible = found is not None and found.record.attempt == attempt
+            visible = found is not None and found.record.attempt == self.intent.attempt
         transient = isinstance(error, CheckpointError) and error.transient
         if visible and transient:
             return True
         if visible is False and isinstance(error, StorageError) and not transient:
             return False
+        self._leave(error)
+        return False
+
+    def _leave(self, error: BaseException) -> None:
+        """Leave everything in place, and say so: it may be a checkpoint."""
         self._open = False
         error.add_note(
             f"Whether {self.intent.prefix} is committed, and durably, is unknown. What was saved "
             "before is intact. List the checkpoints to see; gc removes what is left if it is not."
         )
-        return False
 
     def _remove_intent(self) -> None:
         try:
             self._storage.delete(self.intent.key)
-        except StorageError as error:
+        except CheckpointError as error:
             _log.warning("the checkpoint is committed, but its intent stays until gc: %s", error)
 
-    @contextlib.contextmanager
-    def _lost_if_changed(self) -> Iterator[None]:
-        try:
-            yield
-        except (ObjectChangedError, ObjectNotFoundError) as error:
-            raise SaveError(
-                f"the save lost its lease of {self.intent.lease_s:g} s: it was silent for longer, "
-                "and somebody cleaned up after it; nothing was committed",
-                path=self.intent.key,
-            ) from error
 
-
-def _announced(storage: Storage, intent: Intent) -> ObjectInfo:
+def _announce(storage: Storage, intent: Intent) -> None:
     try:
-        return storage.create(intent.key, encode_intent(intent))
+        storage.create(intent.key, encode_intent(intent))
     except BaseException:
         with contextlib.suppress(CheckpointError):  # it may be there all the same
             storage.delete(intent.key)
         raise
+
+
+def _renew(storage: Storage, intent: Intent) -> None:
+    """Write the intent again, in one step, and without comparing: not every filesystem can."""
+    data = encode_intent(intent)
+    with storage.open_writer(intent.key, size_bytes=len(data)) as writer:
+        writer.write_at(0, data)
+        writer.finish()
 
 
 def check_prefix(name: str, prefix: object) -> str:

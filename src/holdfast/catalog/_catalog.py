@@ -13,7 +13,7 @@ from holdfast.catalog._collect import GcReport, collect_garbage
 from holdfast.catalog._committed import find_committed
 from holdfast.catalog._delete import delete_checkpoint, delete_replaced, roll_back
 from holdfast.catalog._info import CheckpointInfo, info_of
-from holdfast.catalog._intents import DEFAULT_LEASE_S
+from holdfast.catalog._intents import DEFAULT_LEASE_S, check_lease
 from holdfast.catalog._listing import Listing
 from holdfast.catalog._opened import OpenCheckpoint
 from holdfast.catalog._reading import Tick
@@ -22,14 +22,15 @@ from holdfast.catalog._writing import Facts, collect_leaves, record_of, write_le
 from holdfast.contracts import Clock, Storage
 from holdfast.errors import LoadError
 from holdfast.format import CompressionLevel, encode_value
-from holdfast.storage import open_storage
+from holdfast.format._record_check import MAX_METRIC_CHARS
+from holdfast.storage import StorageOptions, open_storage
 
 _MAX_COUNT: Final = 2**63 - 1
 
 
 class Catalog:
-    """The checkpoints of one storage, given as such or as its URL or path. Thread-safe; may be
-    shared with any number of others, here or on other hosts.
+    """The checkpoints of one storage, given as such, as its URL or path, or as options.
+    Thread-safe; may be shared with any number of others, here or on other hosts.
 
     A checkpoint exists if and only if its commit record does. Listing, reading, deleting and gc
     all go by that.
@@ -37,15 +38,15 @@ class Catalog:
 
     def __init__(
         self,
-        storage: Storage | str | os.PathLike[str],
+        storage: Storage | str | os.PathLike[str] | StorageOptions,
         *,
         lease_s: float = DEFAULT_LEASE_S,
         clock: Clock | None = None,
     ) -> None:
-        if isinstance(storage, str | os.PathLike):
+        if isinstance(storage, str | os.PathLike | StorageOptions):
             storage = open_storage(storage)
         self._storage: Storage = _checks.storage("storage", storage)
-        self._lease_s = _checks.seconds("lease_s", lease_s)
+        self._lease_s = check_lease(lease_s)
         self._clock = clock
         self._listing = Listing(self._storage)
 
@@ -89,22 +90,19 @@ class Catalog:
 
         with attempt:
             files, tensors = write_leaves(self._storage, attempt, leaves, level=level, tick=tick)
-            record = record_of(
-                attempt,
-                self._listing.next_ordinal(),
-                facts,
-                tree=tree,
-                files=files,
-                tensors=tensors,
-            )
-            record = attempt.commit(record)
+            record = record_of(attempt, facts, tree=tree, files=files, tensors=tensors)
+            record = attempt.commit(record, next_ordinal=self._listing.next_ordinal)
         if attempt.replaces is not None:
             delete_replaced(self._storage, attempt.replaces)
         return info_of(prefix, record)
 
     def list(self) -> list[CheckpointInfo]:
         """Every committed checkpoint, the newest first. One whose record cannot be read is left
-        out, with a warning in the log; ``verify`` says what is wrong with it."""
+        out, with a warning in the log; ``verify`` says what is wrong with it.
+
+        A save that began after another had returned is the newer one. Of two that ran at the
+        same time either may be, whichever returned first.
+        """
         return self._listing.read()
 
     def info(self, prefix: str) -> CheckpointInfo:
@@ -145,13 +143,20 @@ class Catalog:
         )
 
     def delete(self, prefix: str) -> None:
-        """Delete a committed checkpoint: its record first, then files that nothing else needs."""
+        """Delete a committed checkpoint: its record first, then files that nothing else needs.
+
+        Files that another checkpoint or a save needs stay until gc finds them unneeded.
+        ``StorageError`` if files stay because they could not be removed, or because something in
+        the storage cannot be read that may need them; the checkpoint is gone all the same.
+        """
         delete_checkpoint(self._storage, prefix)
 
     def rollback(self, prefix: str) -> None:
-        """Remove whatever is under the prefix, committed or not, readable or not.
+        """Remove whatever saves put under the prefix, committed or not, readable or not.
 
-        Files that other checkpoints need stay. ``StorageError`` while a save is under way there.
+        Files that other checkpoints need stay, and so do objects that are not holdfast's.
+        ``StorageError`` while a save is under way there, and if the ``metadata.json`` there is
+        somebody else's.
         """
         roll_back(self._storage, prefix)
 
@@ -169,7 +174,7 @@ def _step(step: int) -> int:
 def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     checked = {}
     for name, value in (metrics or {}).items():
-        _checks.text("the name of a metric", name, most=1000)
+        _checks.text("the name of a metric", name, most=MAX_METRIC_CHARS)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not (abs(value) <= _MAX_COUNT if whole else isinstance(value, float)):
             raise ValueError(f"metrics[{name!r}] must be a float or an int of 64 bits: {value!r}")

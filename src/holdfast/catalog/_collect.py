@@ -32,12 +32,15 @@ class GcReport:
 
 
 def collect_garbage(storage: Storage, *, tombstone_s: float = TOMBSTONE_S) -> GcReport:
-    """Remove what saves left that never committed and are not alive.
+    """Remove what saves left that never committed and are not alive. Writes nothing where there
+    is nothing.
 
     A save on another host is alive while its intent is younger than its lease, by the storage's
     clock. One that is not is fenced off before anything goes that it wrote or may refer to:
     should it wake up, its commit fails.
     """
+    if next(storage.list(), None) is None:
+        return GcReport(swept=storage.sweep(_SWEEP_S))
     now_s = storage_time(storage)
     folders = survey(storage, now_s)
     readable = all(folder.problem is None for folder in folders.values())
@@ -87,10 +90,8 @@ def _collect(
     if needed.blind and (
         folder.intents or any(key not in named for keys in folder.shards.values() for key in keys)
     ):
-        return (
-            "a commit record or an intent in this storage cannot be read, and it may refer to "
-            "these files"
-        )
+        unreadable = ", ".join(needed.unreadable)
+        return f"what is in {unreadable} cannot be read, and it may refer to these files"
     if folder.intents and not fenced:
         return "it changed while gc was looking, or there is no room for a tombstone; try again"
     for attempt, keys in folder.shards.items():

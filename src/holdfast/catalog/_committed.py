@@ -5,6 +5,7 @@ Knows the commit record and how it is put in place, compared and fenced; knows n
 
 import datetime as dt
 import logging
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,18 +13,22 @@ import msgspec
 
 import holdfast
 from holdfast.catalog._names import new_attempt, record_key
-from holdfast.contracts import SMALL_OBJECT_BYTES, ObjectInfo, Storage
+from holdfast.contracts import SMALL_OBJECT_BYTES, ObjectInfo, ReadRange, Storage
 from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptedError,
     ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
+    StorageError,
 )
 from holdfast.format import CommitRecord, decode_record, encode_record
 
 COMMITTED: Final = "committed"
 TOMBSTONE: Final = "tombstone"
+
+_BEGINNING: Final = b'{"format":"holdfast"'
+_DAMAGED: Final = re.compile(rb'\0|.{,200}"record":\{"state":"', re.DOTALL)
 
 _log = logging.getLogger("holdfast.catalog")
 
@@ -46,17 +51,36 @@ class Found:
         return self.record.state == COMMITTED
 
 
-def find_record(storage: Storage, prefix: str) -> Found | None:
-    """What stands in the place of the prefix's commit record, tombstones included.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A file in the place of a commit record that does not begin like one, damaged or not.
+
+    Somebody else's, if nothing of holdfast's is beside it; otherwise a record that was damaged.
+    """
+
+    prefix: str
+
+    def error(self) -> CorruptedError:
+        return CorruptedError(
+            "this file is not holdfast's: it does not begin like a commit record; holdfast leaves "
+            "it alone, so use another name for the checkpoint",
+            path=record_key(self.prefix),
+        )
+
+
+def look(storage: Storage, prefix: str) -> Found | Foreign | None:
+    """What stands in the place of the prefix's commit record, tombstones and others' files
+    included. ``CorruptedError`` or ``IncompatibleVersionError`` if it cannot be read.
 
     The version is asked for before the bytes: whoever replaces that version later replaces what
-    was read here, or fails. ``CorruptedError`` or ``IncompatibleVersionError`` if it cannot be
-    read.
+    was read here, or fails.
     """
     key = record_key(prefix)
     try:
         info = storage.stat(key)
         if info.size_bytes > SMALL_OBJECT_BYTES:
+            if _begins_otherwise(storage, key):
+                return Foreign(prefix=prefix)
             problem = (
                 f"a commit record has at most {SMALL_OBJECT_BYTES} bytes, not {info.size_bytes}"
             )
@@ -64,7 +88,23 @@ def find_record(storage: Storage, prefix: str) -> Found | None:
         data = storage.read(key)
     except ObjectNotFoundError:
         return None
+    if data and not data.startswith(_BEGINNING) and not _DAMAGED.match(data):
+        return Foreign(prefix=prefix)
     return Found(prefix=prefix, record=decode_record(data, path=key), info=info)
+
+
+def find_record(storage: Storage, prefix: str) -> Found | None:
+    """As ``look``, but somebody else's file is a ``CorruptedError``, too."""
+    found = look(storage, prefix)
+    if isinstance(found, Foreign):
+        raise found.error()
+    return found
+
+
+def _begins_otherwise(storage: Storage, key: str) -> bool:
+    first = bytearray(len(_BEGINNING))
+    storage.read_into(key, [ReadRange(start=0, into=memoryview(first))])
+    return first != _BEGINNING
 
 
 def find_committed(storage: Storage, prefix: str) -> Found:
@@ -121,18 +161,18 @@ def fence(storage: Storage, prefix: str, seen: Found | None) -> bool:
 
 
 def lift(storage: Storage, prefix: str, version: str) -> bool:
-    """Remove a record, given by its version, unless something else stands there by now.
+    """Remove a tombstone, given by its version, and say whether it is gone.
 
-    Storages do not delete by version, so this looks and then deletes. A save that publishes just
-    in between would be lost: lift tombstones only, and only where a survey has just shown that no
-    save is under way, unless there is no other way.
+    In one step, so that nothing is lost that took its place. A storage that cannot do that keeps
+    it, which does no harm: tombstones are not listed, and saves may take their place.
     """
     try:
-        if storage.stat(record_key(prefix)).version != version:
-            return False
-    except ObjectNotFoundError:
+        storage.delete(record_key(prefix), expected=version)
+    except StorageError as error:
+        if error.transient:
+            raise
+        _log.debug("a tombstone stays in %s: %s", storage.url, error)
         return False
-    storage.delete(record_key(prefix))
     return True
 
 

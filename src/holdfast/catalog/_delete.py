@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from holdfast.catalog._attempt import check_prefix
-from holdfast.catalog._committed import Found, find_committed, lift, new_tombstone, publish
+from holdfast.catalog._committed import Found, find_committed, lift, look, new_tombstone, publish
 from holdfast.catalog._names import record_key
-from holdfast.catalog._needed import needed_in, unnamed
+from holdfast.catalog._needed import Needed, needed_in, unnamed
 from holdfast.catalog._survey import Folder, storage_time, survey
 from holdfast.contracts import Storage
 from holdfast.errors import (
@@ -43,12 +43,11 @@ def delete_checkpoint(storage: Storage, prefix: str) -> None:
     except (CorruptedError, IncompatibleVersionError) as error:
         error.add_note("rollback removes a checkpoint that cannot be read.")
         raise
-    fences = found.record.fence
-    tombstone = _take_away(storage, prefix, found.info.version, fences)
+    tombstone = _take_away(storage, prefix, found.info.version, found.record.fence)
     with _gone(storage, prefix):
         folder = _delete_own(storage, found)
-        if folder is None or not folder.intents:
-            _settle(storage, prefix, tombstone, fences)
+        if tombstone is not None and (folder is None or not folder.intents):
+            lift(storage, prefix, tombstone)
 
 
 def delete_replaced(storage: Storage, replaced: Found) -> None:
@@ -64,39 +63,43 @@ def delete_replaced(storage: Storage, replaced: Found) -> None:
 
 def _delete_own(storage: Storage, gone: Found) -> Folder | None:
     """Delete the files in its own folder of a record that is no more, but for those needed.
-    Returns what was in that folder."""
+    Returns what was in that folder. ``StorageError`` if it cannot be known which are needed."""
     own = [f"{gone.prefix}/{file.name}" for file in gone.record.files if file.prefix is None]
     folders = survey(storage, storage_time(storage))
     needed = needed_in(folders.values())
+    if own:
+        _refuse_blindly(needed)
     _delete_all(storage, [key for key in own if not needed.holds(key)])
     return folders.get(gone.prefix)
 
 
 def roll_back(storage: Storage, prefix: str) -> None:
-    """Remove all that is under the prefix, committed or not, readable or not, but for files that
-    others need. ``StorageError`` while a save is under way there.
+    """Remove all that saves put under the prefix, committed or not, readable or not, but for
+    files that others need. ``StorageError`` while a save is under way there.
 
     If saves were ever given up there, a tombstone stays for a week, so that none of them commits.
     """
     check_prefix("prefix", prefix)
+    if next(storage.list(f"{prefix}/"), None) is None:
+        return
     folder = survey(storage, storage_time(storage)).get(prefix)
     if folder is None:
         return
+    if folder.foreign:
+        raise StorageError(
+            "this file is not holdfast's, so it stays; nothing was deleted",
+            path=f"{storage.url}/{record_key(prefix)}",
+        )
     if folder.alive:
         writers = ", ".join(folder.intents[attempt].writer for attempt in sorted(folder.alive))
         raise StorageError(
             f"a save is under way here ({writers}); wait for it, or for its lease to end",
             path=f"{storage.url}/{prefix}",
         )
-    fences = _fences(folder)
-    tombstone = _take_away(storage, prefix, _version(storage, folder), fences)
+    tombstone = _take_away(storage, prefix, _version(storage, folder), _fences(folder))
     with _gone(storage, prefix):
         needed = needed_in(survey(storage, storage_time(storage)).values(), given_up={prefix})
-        if needed.blind:
-            raise StorageError(
-                "another commit record or intent in this storage cannot be read, and it may refer "
-                "to them; remove that one and try again"
-            )
+        _refuse_blindly(needed)
         shards = [
             key
             for attempt, keys in folder.shards.items()
@@ -105,7 +108,8 @@ def roll_back(storage: Storage, prefix: str) -> None:
         ]
         _delete_all(storage, shards)
         _delete_all(storage, [intent.key for intent in folder.intents.values()])
-        _settle(storage, prefix, tombstone, fences)
+        if tombstone is not None:
+            lift(storage, prefix, tombstone)
 
 
 def _fences(folder: Folder) -> int:
@@ -122,39 +126,57 @@ def _version(storage: Storage, folder: Folder) -> str | None:
 
 
 def _take_away(storage: Storage, prefix: str, over: str | None, fences: int) -> str | None:
-    """Put a tombstone in the place of a record and return its version. On a full disk there may
-    be no room for one before something is deleted: there the record goes, and ``None`` is
-    returned."""
+    """Put a tombstone in the place of a record. Returns its version if it may be lifted again.
+
+    On a full disk there may be no room for one before something is deleted. There the record
+    goes, exactly the one that was read, and ``None`` is returned; unless saves were given up
+    here, any of which could commit once nothing is in its way.
+    """
     try:
         return _bury(storage, prefix, over, fences)
-    except NoSpaceError:
+    except NoSpaceError as error:
         if over is None:
             raise
-        if not lift(storage, prefix, over):
-            raise _changed(storage, prefix) from None
+        if fences:
+            error.add_note(
+                "Nothing was deleted. A save of this name was given up once, so a tombstone has "
+                "to take the place of the record; delete another checkpoint first."
+            )
+            raise
+        try:
+            storage.delete(record_key(prefix), expected=over)
+        except ObjectChangedError as changed:
+            raise _changed(storage, prefix) from changed
         return None
 
 
-def _settle(storage: Storage, prefix: str, tombstone: str | None, fences: int) -> None:
-    """Leave a tombstone behind if saves were given up here, and nothing otherwise."""
-    if tombstone is None and fences:
-        _bury(storage, prefix, None, fences)
-    elif tombstone is not None and not fences:
-        lift(storage, prefix, tombstone)
-
-
-def _bury(storage: Storage, prefix: str, over: str | None, fences: int) -> str:
-    """Put a tombstone in the place of a record, and return the tombstone's version."""
+def _bury(storage: Storage, prefix: str, over: str | None, fences: int) -> str | None:
+    """Put a tombstone in the place of a record. Returns its version if it may be lifted again:
+    not if saves were ever given up here, since it is what keeps them from committing."""
     tombstone = msgspec.structs.replace(new_tombstone(), fence=fences)
     try:
-        return publish(storage, prefix, encode_record(tombstone), over).version
+        version = publish(storage, prefix, encode_record(tombstone), over).version
     except (ObjectExistsError, ObjectChangedError, ObjectNotFoundError) as error:
-        raise _changed(storage, prefix) from error
+        # A retry may find what its first try has put there, and a fence that gc added since.
+        found = look(storage, prefix)
+        if not isinstance(found, Found) or found.record.attempt != tombstone.attempt:
+            raise _changed(storage, prefix) from error
+        return None
+    return None if fences else version
+
+
+def _refuse_blindly(needed: Needed) -> None:
+    if needed.blind:
+        raise StorageError(
+            f"what is in {', '.join(needed.unreadable)} cannot be read, and it may refer to them; "
+            "remove that with rollback"
+        )
 
 
 def _changed(storage: Storage, prefix: str) -> StorageError:
     return StorageError(
-        "somebody changed this checkpoint at the same time; nothing was deleted, try again",
+        "somebody changed this checkpoint at the same time, and what they made of it is left as "
+        "it is; try again if it is still there",
         path=f"{storage.url}/{prefix}",
     )
 

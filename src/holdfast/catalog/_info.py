@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.format import CommitRecord
+from holdfast.format._record import RECORD_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ def info_of(prefix: str, record: CommitRecord) -> CheckpointInfo:
     return CheckpointInfo(
         prefix=prefix,
         ordinal=record.ordinal,
-        version="1",
+        version=str(RECORD_VERSION),
         timestamp=dt.datetime.fromisoformat(record.created),
         world_size=record.world_size,
         size_bytes=sum(file.size_bytes for file in record.files),

@@ -17,6 +17,8 @@ from holdfast.contracts import ObjectInfo, Storage
 from holdfast.errors import CorruptedError
 
 DEFAULT_LEASE_S: Final = 600.0
+MAX_LEASE_S: Final = 24 * 3600.0
+"""No lease is longer: one that claims to be is taken for this long."""
 
 _FORMAT: Final = "holdfast-intent"
 _MAX_BYTES: Final = 16 * 1024 * 1024
@@ -75,10 +77,18 @@ def read_intent(storage: Storage, prefix: str, attempt: str) -> Intent:
     return Intent(
         prefix=prefix,
         attempt=attempt,
-        lease_s=body.lease_s,
+        lease_s=min(body.lease_s, MAX_LEASE_S),
         refers=body.refers,
         writer=f"process {body.pid} on {body.host}",
     )
+
+
+def check_lease(lease_s: object) -> float:
+    """``lease_s``, or ``ValueError`` unless a save can have such a lease."""
+    checked = _checks.seconds("lease_s", lease_s)
+    if checked > MAX_LEASE_S:
+        raise ValueError(f"lease_s must be at most {MAX_LEASE_S:g} seconds, not {lease_s!r}")
+    return checked
 
 
 def is_alive(info: ObjectInfo, lease_s: float, now_s: float) -> bool:

@@ -4,9 +4,10 @@ asked: records are large, and what a version of one says never changes."""
 import logging
 from dataclasses import dataclass
 
-from holdfast.catalog._committed import find_record
+from holdfast.catalog._committed import Foreign, look
 from holdfast.catalog._info import CheckpointInfo, info_of
-from holdfast.contracts import COMMIT_RECORD, Storage
+from holdfast.catalog._names import is_own_name
+from holdfast.contracts import COMMIT_RECORD, ObjectInfo, Storage
 from holdfast.errors import CheckpointError
 
 _log = logging.getLogger("holdfast.catalog")
@@ -26,9 +27,16 @@ class Listing:
         self._known: dict[str, _Known] = {}
 
     def read(self) -> list[CheckpointInfo]:
-        """Those there are now. One whose record cannot be read is left out, with a warning."""
+        """Those there are now, the newest first. One whose record cannot be read is left out,
+        with a warning.
+
+        Saves that committed at the same time may have the same ordinal. Then their writers'
+        clocks decide, and then their names, so that the order is always the same.
+        """
         infos, _ = self._scan()
-        return sorted(infos, key=lambda info: (info.ordinal, info.prefix), reverse=True)
+        return sorted(
+            infos, key=lambda info: (info.ordinal, info.timestamp, info.prefix), reverse=True
+        )
 
     def next_ordinal(self) -> int:
         """For a save that is to be newer than all there are. Records that cannot be read count,
@@ -40,14 +48,19 @@ class Listing:
         """What is committed, and how many records cannot be read."""
         known: dict[str, _Known] = {}
         unreadable = 0
-        for record in self._storage.list():
-            prefix, _, name = record.key.rpartition("/")
-            if not prefix or name != COMMIT_RECORD:
-                continue
+        records: dict[str, ObjectInfo] = {}
+        own: set[str] = set()
+        for info in self._storage.list():
+            prefix, _, name = info.key.rpartition("/")
+            if prefix and name == COMMIT_RECORD:
+                records[prefix] = info
+            elif is_own_name(name):
+                own.add(prefix)
+        for prefix, record in records.items():
             seen = self._known.get(prefix)
             try:
                 if seen is None or seen.version != record.version:
-                    seen = self._look(prefix)
+                    seen = self._look(prefix, alone=prefix not in own)
             except CheckpointError as error:
                 if error.transient:
                     raise
@@ -59,8 +72,13 @@ class Listing:
         self._known = known
         return [each.info for each in known.values() if each.info is not None], unreadable
 
-    def _look(self, prefix: str) -> _Known | None:
-        found = find_record(self._storage, prefix)
+    def _look(self, prefix: str, *, alone: bool) -> _Known | None:
+        found = look(self._storage, prefix)
+        if isinstance(found, Foreign):
+            if not alone:
+                raise found.error()
+            _log.debug("not holdfast's, and left out of the list: %s", prefix)
+            return None
         if found is None:
             return None
         info = info_of(prefix, found.record) if found.is_committed else None

@@ -41,6 +41,11 @@ def attempt_of_intent(name: str) -> str | None:
     return found[1] if found else None
 
 
+def is_own_name(name: str) -> bool:
+    """Whether only holdfast gives files such a name, that of a shard or an intent."""
+    return attempt_of_shard(name) is not None or attempt_of_intent(name) is not None
+
+
 def new_clock() -> str:
     """A name for an object that is written only to see when the storage says it was."""
     return f"clock-{secrets.token_hex(8)}"

@@ -17,12 +17,17 @@ from holdfast.errors import ObjectNotFoundError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """Keys that records name, and prefixes that saves may refer to. ``blind`` if a record or an
-    intent could not be read: nobody knows then what it refers to, so everything is needed."""
+    """Keys that records name, and prefixes that saves may refer to. ``unreadable`` are prefixes
+    whose record or intent could not be read: nobody knows then what it refers to, so everything
+    is needed."""
 
     keys: frozenset[str]
     prefixes: frozenset[str]
-    blind: bool
+    unreadable: tuple[str, ...]
+
+    @property
+    def blind(self) -> bool:
+        return bool(self.unreadable)
 
     def holds(self, key: str) -> bool:
         return self.blind or key in self.keys or key.rpartition("/")[0] in self.prefixes
@@ -41,8 +46,11 @@ def needed_in(folders: Iterable[Folder], *, given_up: Collection[str] = ()) -> N
             for intent in folder.intents.values()
             for prefix in intent.refers
         ),
-        blind=any(folder.problem is not None for folder in folders)
-        or any(folder.unknown for folder in waking),
+        unreadable=tuple(
+            folder.prefix
+            for folder in folders
+            if folder.problem is not None or (folder.unknown and folder.prefix not in given_up)
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """One committed checkpoint, open for reading as NumPy. Knows its record and its tensors."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from holdfast.catalog._names import record_key
 from holdfast.catalog._reading import TensorReader, Tick, Want
 from holdfast.catalog._shard_write import as_bytes
 from holdfast.contracts import Storage
-from holdfast.errors import CorruptedError, IncompatibleVersionError, LoadError
+from holdfast.errors import CorruptedError, IncompatibleVersionError, LoadError, TensorNotFoundError
 from holdfast.format import LeafRef, StoredTensor, decode_value, dtype_of, numpy_dtype
 from holdfast.reshard import Box, Part
 
@@ -67,7 +67,7 @@ class OpenCheckpoint:
         self, name: str, start: tuple[int, ...] | None = None, stop: tuple[int, ...] | None = None
     ) -> Array:
         """A tensor, or the box of it from ``start`` up to ``stop``. Only the chunks that hold it
-        are read. ``CheckpointNotFoundError`` if there is no such tensor."""
+        are read. ``TensorNotFoundError`` if there is no such tensor."""
         tensor = self._reader.tensor(name)
         whole = Box.whole(tensor.shape)
         box = Box(start or whole.start, stop or whole.stop)
@@ -80,17 +80,20 @@ class OpenCheckpoint:
     ) -> dict[str, Array]:
         """The tensors whose names fit one of the patterns (``model.*``), or all of them.
 
-        ``progress`` is told the number of bytes, from several threads, as they are read.
+        A pattern that is the name of a tensor means just that one. ``TensorNotFoundError`` for
+        one that fits nothing. ``progress`` is told the number of bytes, from several threads, as
+        they are read.
         """
         if isinstance(names, str):
             raise ValueError(  # noqa: TRY004 -- as every refusal of an argument
                 f"names must be several patterns, as [{names!r}], not one text"
             )
-        patterns = ["*"] if names is None else list(names)
+        tensors = self._found.record.tensors
+        fitting = tensors.keys() if names is None else self._fitting(list(names))
         wanted = {
             name: (tensor, Box.whole(tensor.shape))
-            for name, tensor in self._found.record.tensors.items()
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+            for name, tensor in tensors.items()
+            if name in fitting
         }
         return self._read(wanted, progress)
 
@@ -111,6 +114,7 @@ class OpenCheckpoint:
         the stored shape and dtype: ``ValueError`` otherwise, before anything is changed. After
         any other error they hold anything."""
         wants = []
+        boxes = []
         for name, array in arrays.items():
             tensor = self._reader.tensor(name)
             box = Box.whole(tensor.shape)
@@ -122,12 +126,24 @@ class OpenCheckpoint:
                 )
             if not array.flags.c_contiguous or not array.flags.writeable:
                 raise ValueError(f"the array for {name!r} must be contiguous and writable")
-            self._reader.check_stored(name, box)
+            boxes.append((name, box))
             if array.nbytes:
                 wants.append(Want(name=name, part=Part.alone(box), into=as_bytes(array)))
+        self._reader.check_stored(boxes)
         self._reader.fill(wants, tick=progress)
 
+    def _fitting(self, patterns: Sequence[str]) -> set[str]:
+        tensors = self._found.record.tensors
+        fitting: set[str] = set()
+        for pattern in patterns:
+            found = [pattern] if pattern in tensors else _matching(tensors, pattern)
+            if not found:
+                raise TensorNotFoundError(f"no tensor fits {pattern!r}", path=self._path)
+            fitting.update(found)
+        return fitting
+
     def _read(self, wanted: Mapping[str, tuple[StoredTensor, Box]], tick: Tick) -> dict[str, Array]:
+        self._reader.check_stored([(name, box) for name, (_, box) in wanted.items()])
         arrays = {name: self._empty(name, *want) for name, want in wanted.items()}
         self._reader.fill(
             [
@@ -140,7 +156,6 @@ class OpenCheckpoint:
         return arrays
 
     def _empty(self, name: str, tensor: StoredTensor, box: Box) -> Array:
-        self._reader.check_stored(name, box)
         dtype = dtype_of(tensor.dtype)
         try:
             return np.empty((*box.shape, *dtype.numpy_tail), numpy_dtype(tensor.dtype))
@@ -149,6 +164,10 @@ class OpenCheckpoint:
             raise LoadError(
                 f"there is no memory for the {size} bytes of tensor {name!r}", path=self._path
             ) from error
+
+
+def _matching(names: Iterable[str], pattern: str) -> list[str]:
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 def decoded(

@@ -1,24 +1,28 @@
 """Between the record's placements and the geometry of grids and boxes. Knows no storage."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from holdfast.errors import CorruptedError
-from holdfast.format import Cut, Placement, StoredTensor
+from holdfast.format import StoredCut, StoredPlacement, StoredTensor
 from holdfast.reshard import Box, Grid, IndexRuns, boxes_met, check_coverage
 
 MOST_PARTS: Final = 1_000_000
 """The most entries of one file."""
 
 
-def placement_of_grid(grid: Grid, files: IndexRuns) -> Placement:
+def placement_of_grid(grid: Grid, files: IndexRuns) -> StoredPlacement:
     """How the record writes a grid and the files of its cells."""
-    cuts = tuple(Cut(step=cut) if isinstance(cut, int) else Cut(at=cut.runs) for cut in grid.cuts)
-    return Placement(cuts=cuts, files=files.runs)
+    cuts = tuple(
+        StoredCut(step=cut) if isinstance(cut, int) else StoredCut(at=cut.runs) for cut in grid.cuts
+    )
+    return StoredPlacement(cuts=cuts, files=files.runs)
 
 
-def placement_of_boxes(shape: tuple[int, ...], boxes: Sequence[Box], files: IndexRuns) -> Placement:
+def placement_of_boxes(
+    shape: tuple[int, ...], boxes: Sequence[Box], files: IndexRuns
+) -> StoredPlacement:
     """As a grid if the boxes are one cut into rows, else box by box."""
     if len(boxes) == 1 and boxes[0] == Box.whole(shape):
         return placement_of_grid(Grid.whole(shape), files)
@@ -28,7 +32,7 @@ def placement_of_boxes(shape: tuple[int, ...], boxes: Sequence[Box], files: Inde
         if [rows.box(cell) for cell in range(rows.cells)] == list(boxes):
             return placement_of_grid(rows, files)
     pairs = tuple(tuple(zip(box.start, box.stop, strict=True)) for box in boxes)
-    return Placement(boxes=pairs, files=files.runs)
+    return StoredPlacement(boxes=pairs, files=files.runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +64,13 @@ class StoredBoxes:
         """Every stored box that shares an element with ``wanted``, and its file's index."""
         return boxes_met(wanted, self.boxes if self.grid is None else self.grid, self.files)
 
-    def in_files(self, wanted: Collection[int]) -> Iterator[tuple[Box, int]]:
-        """Every box that is stored in one of these files, and the file's index."""
+    def in_files(self, wanted: range) -> Iterator[tuple[Box, int]]:
+        """Every box that is stored in one of these neighbouring files, and the file's index. The
+        others cost nothing."""
         cell = 0
         for first, step, count in self.files.runs:
-            if step or first in wanted:
-                for nth in range(count):
-                    index = first + step * nth
-                    if index in wanted:
-                        yield self._box(cell + nth), index
+            for nth in _members(first, step, count, wanted):
+                yield self._box(cell + nth), first + step * nth
             cell += count
 
     def _box(self, cell: int) -> Box:
@@ -88,6 +90,14 @@ class StoredBoxes:
             raise CorruptedError(
                 f"tensor {name!r} is not stored exactly once: {problem}", path=path
             )
+
+
+def _members(first: int, step: int, count: int, wanted: range) -> range:
+    """Which members of the run ``first``, ``first + step``, ... are in ``wanted``."""
+    if not step:
+        return range(count if first in wanted else 0)
+    low, high = (wanted.start, wanted.stop - 1) if step > 0 else (wanted.stop - 1, wanted.start)
+    return range(max(0, -((first - low) // step)), min(count, (high - first) // step + 1))
 
 
 def box_bounds(box: Box) -> tuple[tuple[int, int], ...]:

@@ -18,14 +18,15 @@ _CHUNKS: Final = BATCH_BYTES // CHUNK_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Chunks of one entry to be read together, as runs ``(first, last)``.
+    """Chunks ``first`` to ``last``, the latter not included, of one entry, to be read together.
 
-    Without ``copy`` they are one run and belong as they are at ``dst_offset`` of the wanted
-    box's memory. Otherwise they are read into scratch memory that starts where the first run
-    does, and copied.
+    Without ``copy`` they belong as they are at ``dst_offset`` of the wanted box's memory.
+    Otherwise they are read into scratch memory that starts where the first chunk does, and
+    copied.
     """
 
-    runs: tuple[tuple[int, int], ...]
+    first: int
+    last: int
     dst_offset: int
     copy: CopyRuns | None = None
 
@@ -43,10 +44,11 @@ def plan_box(raw_bytes: int, stored: Box, wanted: Part, itemsize: int) -> Iterat
     if len(whole) == 1:
         yield from _contiguous(raw_bytes, whole)
         return
-    for block in _blocks(shared, stored, itemsize):
-        runs = row_runs(block, stored, itemsize).merged(CHUNK_BYTES - 1)
+    for block, run in _blocks(shared, stored, itemsize):
+        ((first, last),) = chunk_spans(raw_bytes, CHUNK_BYTES, [run])
         yield Piece(
-            runs=tuple(chunk_spans(raw_bytes, CHUNK_BYTES, runs)),
+            first=first,
+            last=last,
             dst_offset=0,
             copy=copy_to_part(block, stored, wanted, itemsize),
         )
@@ -55,7 +57,8 @@ def plan_box(raw_bytes: int, stored: Box, wanted: Part, itemsize: int) -> Iterat
 def _whole(raw_bytes: int) -> Iterator[Piece]:
     chunks = -(-raw_bytes // CHUNK_BYTES)
     for at in range(0, chunks, _CHUNKS):
-        yield Piece(runs=((at, min(at + _CHUNKS, chunks)),), dst_offset=at * CHUNK_BYTES)
+        last = min(at + _CHUNKS, chunks)
+        yield Piece(first=at, last=last, dst_offset=at * CHUNK_BYTES)
 
 
 def _contiguous(raw_bytes: int, whole: CopyRuns) -> Iterator[Piece]:
@@ -69,9 +72,8 @@ def _contiguous(raw_bytes: int, whole: CopyRuns) -> Iterator[Piece]:
     if start % CHUNK_BYTES == 0 and full_stop > start:
         full_last = -(-full_stop // CHUNK_BYTES)
         for at in range(first, full_last, _CHUNKS):
-            yield Piece(
-                runs=((at, min(at + _CHUNKS, full_last)),), dst_offset=at * CHUNK_BYTES + to_dst
-            )
+            last = min(at + _CHUNKS, full_last)
+            yield Piece(first=at, last=last, dst_offset=at * CHUNK_BYTES + to_dst)
         start = full_stop
     if start < stop:
         yield _edge(start, stop, to_dst)
@@ -81,7 +83,8 @@ def _edge(start: int, stop: int, to_dst: int) -> Piece:
     """Some of the bytes of one chunk."""
     chunk = start // CHUNK_BYTES
     return Piece(
-        runs=((chunk, chunk + 1),),
+        first=chunk,
+        last=chunk + 1,
         dst_offset=0,
         copy=CopyRuns(
             src_offset=start,
@@ -94,15 +97,12 @@ def _edge(start: int, stop: int, to_dst: int) -> Piece:
     )
 
 
-def _blocks(box: Box, stored: Box, itemsize: int) -> Iterator[Box]:
-    """``box`` in parts, each of which lies within about ``BATCH_BYTES`` of the stored bytes or is
-    one run of them."""
-    runs = row_runs(box, stored, itemsize)
-    extent = runs.nbytes + sum(
-        (count - 1) * stride for count, stride in zip(runs.counts, runs.strides, strict=True)
-    )
-    if extent <= BATCH_BYTES or box.size == 1:
-        yield box
+def _blocks(box: Box, stored: Box, itemsize: int) -> Iterator[tuple[Box, tuple[int, int]]]:
+    """``box`` in parts, and the bytes ``(offset, nbytes)`` of the stored box that each lies in:
+    at most ``BATCH_BYTES`` of them, and no chunk that is not needed."""
+    runs = row_runs(box, stored, itemsize).merged(CHUNK_BYTES - 1)
+    if (len(runs) == 1 and runs.nbytes <= BATCH_BYTES) or box.size == 1:
+        yield box, (runs.offset, runs.nbytes)
         return
     dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
     middle = (box.start[dim] + box.stop[dim]) // 2

@@ -4,11 +4,10 @@ Knows the record and its shards. It fills bytes; what they are is the caller's b
 """
 
 import contextlib
+import itertools
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -26,14 +25,15 @@ from holdfast.catalog._shard_read import (
     read_runs,
     run_bytes,
 )
+from holdfast.catalog._shards import FILES_AT_ONCE, Shards
 from holdfast.contracts import Storage
 from holdfast.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     CorruptedError,
     LoadError,
     ObjectNotFoundError,
     StorageError,
+    TensorNotFoundError,
 )
 from holdfast.format import (
     CHUNK_BYTES,
@@ -47,6 +47,9 @@ from holdfast.reshard import Box, CopyRuns, Part
 
 LANES: Final = 4
 """Requests in flight. On a disk more bring nothing, and each holds a batch of memory."""
+
+_FIRST_PARTS: Final = 1000
+_MOST_PARTS: Final = 64_000
 
 Tick = Callable[[int], None]
 
@@ -71,23 +74,50 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        return sum(run_bytes(self.placed, first, last) for first, last in self.piece.runs)
+        return run_bytes(self.placed, self.piece.first, self.piece.last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """A stored box that has elements of the ``nth`` thing wanted, and its file's index."""
+
+    nth: int
+    box: Box
+    index: int
+
+
+def _index(part: _Stored) -> int:
+    return part.index
 
 
 class TensorReader:
-    """The tensors of one checkpoint. Thread-safe; every shard is opened once, when first needed."""
+    """The tensors of one checkpoint. Thread-safe.
+
+    Work goes file by file, a few files at a time, so that neither memory nor the number of
+    requests depends on how many files share how many tensors.
+    """
 
     def __init__(self, storage: Storage, prefix: str, record: CommitRecord) -> None:
         self._storage = storage
         self._prefix = prefix
         self._record = record
-        self._shards: dict[int, OpenShard] = {}
-        self._lock = threading.Lock()
+        self._shards = Shards(self._open)
 
     def fill(self, wants: Iterable[Want], *, tick: Tick = lambda _: None) -> None:
         """Fill every want, or raise: ``CorruptedError`` names tensor, file and bytes of the first
         damage met with. Memory beyond the wants' own is bounded, whatever their size. Boxes are
         to be ``check_stored`` first."""
+        wants = [*wants]
+        views = [self._view(want) for want in wants]
+        boxes = [(want.name, want.part.box) for want in wants]
+
+        def jobs(stored: Sequence[_Stored], shards: Mapping[int, OpenShard]) -> Iterator[_Job]:
+            for part in stored:
+                want, shard = wants[part.nth], shards[part.index]
+                itemsize = dtype_of(self.tensor(want.name).dtype).itemsize
+                placed = self.placed(want.name, part.box, shard)
+                for piece in plan_box(placed.raw_bytes, part.box, want.part, itemsize):
+                    yield _Job(shard=shard, placed=placed, piece=piece, into=views[part.nth])
 
         def run(batch: Sequence[_Job]) -> None:
             with self._telling_missing_files():
@@ -96,30 +126,25 @@ class TensorReader:
                 raise bad.error()
             tick(sum(job.nbytes for job in batch))
 
-        run_all(_batches(self._jobs(wants)), run, lanes=LANES)
+        for stored, shards in self._by_file(boxes):
+            run_all(_batches(jobs(stored, shards)), run, lanes=LANES)
 
     def tensor(self, name: str) -> StoredTensor:
         try:
             return self._record.tensors[name]
         except KeyError:
-            raise CheckpointNotFoundError(
+            raise TensorNotFoundError(
                 f"the checkpoint has no tensor {name!r}", path=f"{self._storage.url}/{self._prefix}"
             ) from None
 
     def shard(self, index: int) -> OpenShard:
         """The file of that number in the record."""
-        with self._lock:
-            if index not in self._shards:
-                file = self._record.files[index]
-                key = f"{file.prefix or self._prefix}/{file.name}"
-                with self._telling_missing_files():
-                    self._shards[index] = open_shard(self._storage, key, file)
-            return self._shards[index]
+        return self._shards.get(index)
 
-    def placed(self, name: str, box: Box, index: int) -> PlacedEntry:
+    def placed(self, name: str, box: Box, shard: OpenShard) -> PlacedEntry:
         """The entry of a stored box. ``CorruptedError`` if the file has it not, or otherwise than
         the record says."""
-        tensor, shard = self.tensor(name), self.shard(index)
+        tensor = self.tensor(name)
         key = entry_of_box(name, tensor.shape, box_bounds(box))
         placed = shard.layout.by_key.get(key)
         if placed is None or (placed.entry.dtype, placed.entry.shape) != (tensor.dtype, box.shape):
@@ -135,26 +160,15 @@ class TensorReader:
             )
         return placed
 
-    def _jobs(self, wants: Iterable[Want]) -> Iterator[_Job]:
-        for want in wants:
-            tensor = self.tensor(want.name)
-            itemsize = dtype_of(tensor.dtype).itemsize
-            if want.into.nbytes != math.prod(want.part.array_shape) * itemsize:
-                raise ValueError(
-                    f"{want.into.nbytes} bytes of memory for an array of {want.name!r} of shape "
-                    f"{want.part.array_shape}"
-                )
-            into = want.into.cast("B") if want.into.nbytes else want.into
-            for box, index in self._parts(want.name, want.part.box):
-                placed = self.placed(want.name, box, index)
-                for piece in plan_box(placed.raw_bytes, box, want.part, itemsize):
-                    yield _Job(shard=self.shard(index), placed=placed, piece=piece, into=into)
-
     def verify(
-        self, indexes: Iterable[int], *, part: tuple[int, int], tick: Tick = lambda _: None
+        self,
+        shards: Iterable[OpenShard],
+        *,
+        turn: Callable[[], bool] = lambda: True,
+        tick: Tick = lambda _: None,
     ) -> list[BadChunk]:
-        """Read the chunks of these files, one ``part`` of several, and return the damaged ones."""
-        nth, of = part
+        """Read the chunks of these files, and return the damaged ones. ``turn`` is asked, batch
+        by batch, whether to read it."""
         bad: list[BadChunk] = []
 
         def run(batch: Sequence[_Job]) -> None:
@@ -167,14 +181,57 @@ class TensorReader:
                 bad.extend(_unreadable(batch, error))
             tick(sum(job.nbytes for job in batch))
 
-        run_all(islice(_batches(self._all_chunks(indexes)), nth - 1, None, of), run, lanes=LANES)
+        run_all((batch for batch in _batches(_all_chunks(shards)) if turn()), run, lanes=LANES)
         return sorted(bad, key=lambda chunk: (chunk.key, chunk.entry, chunk.start))
 
-    def check_stored(self, name: str, box: Box) -> None:
-        """``CorruptedError`` unless everything of the box is in its files, so that no memory is
-        taken for what is not there."""
-        for part, index in self._parts(name, box, check=True):
-            self.placed(name, part, index)
+    def check_stored(self, boxes: Sequence[tuple[str, Box]]) -> None:
+        """``CorruptedError`` unless everything of these boxes of tensors is in its files, so that
+        no memory is taken for what is not there."""
+        for stored, shards in self._by_file(boxes, check=True):
+            for part in stored:
+                self.placed(boxes[part.nth][0], part.box, shards[part.index])
+
+    def _by_file(
+        self, boxes: Sequence[tuple[str, Box]], *, check: bool = False
+    ) -> Iterator[tuple[list[_Stored], Mapping[int, OpenShard]]]:
+        """What is stored of these boxes, a few files at a time, and those files.
+
+        Parts are sorted by file some thousands at a time, at first fewer: a record may claim
+        more of them than there is memory or time for, and is found out by the first.
+        """
+        parts = (
+            _Stored(nth=nth, box=box, index=index)
+            for nth, (name, wanted) in enumerate(boxes)
+            for box, index in self._parts(name, wanted, check=check)
+        )
+        count = _FIRST_PARTS
+        while some := sorted(itertools.islice(parts, count), key=_index):
+            count = min(4 * count, _MOST_PARTS)
+            files = itertools.groupby(some, key=_index)
+            while group := {at: [*each] for at, each in itertools.islice(files, FILES_AT_ONCE)}:
+                yield [*itertools.chain(*group.values())], self._shards.get_all(group)
+
+    def _view(self, want: Want) -> memoryview:
+        """The memory of a want, as bytes."""
+        itemsize = dtype_of(self.tensor(want.name).dtype).itemsize
+        if want.into.nbytes != math.prod(want.part.array_shape) * itemsize:
+            raise ValueError(
+                f"{want.into.nbytes} bytes of memory for an array of {want.name!r} of shape "
+                f"{want.part.array_shape}"
+            )
+        return want.into.cast("B") if want.into.nbytes else want.into
+
+    def _open(self, index: int) -> OpenShard:
+        file = self._record.files[index]
+        key = f"{file.prefix or self._prefix}/{file.name}"
+        try:
+            with self._telling_missing_files():
+                return open_shard(self._storage, key, file)
+        except ValueError as error:
+            raise CorruptedError(
+                f"the record names a file that cannot be: {error}; load another checkpoint",
+                path=record_key(self._prefix),
+            ) from error
 
     def _parts(self, name: str, box: Box, *, check: bool = False) -> Iterator[tuple[Box, int]]:
         """The stored boxes that share elements with ``box``, and their files' indexes.
@@ -208,15 +265,14 @@ class TensorReader:
                 "a file of the checkpoint is missing; load another checkpoint", path=error.path
             ) from error
 
-    def _all_chunks(self, indexes: Iterable[int]) -> Iterator[_Job]:
-        step = BATCH_BYTES // CHUNK_BYTES
-        for index in indexes:
-            shard = self.shard(index)
-            for placed in shard.layout.entries:
-                for first in range(0, placed.chunks, step):
-                    runs = ((first, min(first + step, placed.chunks)),)
-                    piece = Piece(runs=runs, dst_offset=0)
-                    yield _Job(shard=shard, placed=placed, piece=piece, into=memoryview(b""))
+
+def _all_chunks(shards: Iterable[OpenShard]) -> Iterator[_Job]:
+    step = BATCH_BYTES // CHUNK_BYTES
+    for shard in shards:
+        for placed in shard.layout.entries:
+            for first in range(0, placed.chunks, step):
+                piece = Piece(first=first, last=min(first + step, placed.chunks), dst_offset=0)
+                yield _Job(shard=shard, placed=placed, piece=piece, into=memoryview(b""))
 
 
 def _unreadable(batch: Sequence[_Job], error: CheckpointError) -> Iterator[BadChunk]:
@@ -225,8 +281,8 @@ def _unreadable(batch: Sequence[_Job], error: CheckpointError) -> Iterator[BadCh
             key=job.shard.key,
             entry=job.placed.key,
             tensor=job.placed.entry.name,
-            start=job.piece.runs[0][0] * CHUNK_BYTES,
-            stop=min(job.piece.runs[-1][1] * CHUNK_BYTES, job.placed.raw_bytes),
+            start=job.piece.first * CHUNK_BYTES,
+            stop=min(job.piece.last * CHUNK_BYTES, job.placed.raw_bytes),
             problem=f"cannot be read ({error.message})",
         )
 
@@ -249,20 +305,17 @@ def _run_batch(storage: Storage, batch: Sequence[_Job], *, keep: bool = True) ->
     runs: list[ChunkRun] = []
     copies: list[tuple[CopyRuns, memoryview, int, memoryview]] = []
     for job in batch:
-        piece, base = job.piece, job.piece.runs[0][0] * CHUNK_BYTES
+        piece, base = job.piece, job.piece.first * CHUNK_BYTES
         if keep and piece.copy is None:
             memory = job.into[piece.dst_offset : piece.dst_offset + job.nbytes]
         else:
-            last = piece.runs[-1][1]
-            memory = memoryview(bytearray(min(last * CHUNK_BYTES, job.placed.raw_bytes) - base))
+            memory = memoryview(bytearray(job.nbytes))
         if keep and piece.copy is not None:
             copies.append((piece.copy, memory, base, job.into))
-        for first, last in piece.runs:
-            start = first * CHUNK_BYTES - base
-            into = memory[start : start + run_bytes(job.placed, first, last)]
-            runs.append(
-                ChunkRun(shard=job.shard, placed=job.placed, first=first, last=last, into=into)
-            )
+        run = ChunkRun(
+            shard=job.shard, placed=job.placed, first=piece.first, last=piece.last, into=memory
+        )
+        runs.append(run)
     bad = read_runs(storage, runs)
     if not bad:
         for copy, scratch, base, into in copies:

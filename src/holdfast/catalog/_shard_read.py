@@ -5,9 +5,10 @@ Knows one file at a time; which chunks are wanted is decided elsewhere.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from holdfast.contracts import ReadRange, Storage
-from holdfast.errors import CorruptedError
+from holdfast.errors import CorruptedError, LoadError
 from holdfast.format import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -23,7 +24,10 @@ from holdfast.format import (
     parse_table,
 )
 
-_FIRST_BYTES = 64 * 1024
+MAX_TABLE_BYTES: Final = 256 * 1024 * 1024
+"""The most that is read of a chunk table: that of a file of 4 TiB."""
+
+_FIRST_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,8 @@ class OpenShard:
 
 def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
     """``CorruptedError`` if the file is of another size, or its header or table are not what the
-    commit record says they were. ``ObjectNotFoundError`` if it is missing."""
+    commit record says they were. ``ObjectNotFoundError`` if it is missing, ``LoadError`` if there
+    is no memory for its header or table."""
     size = storage.stat(key).size_bytes
     if size != expected.size_bytes:
         raise CorruptedError(
@@ -54,6 +59,12 @@ def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
         raise CorruptedError(
             "this file was not written by holdfast; load another checkpoint", path=key
         )
+    if layout.table_bytes > MAX_TABLE_BYTES:
+        raise LoadError(
+            f"the chunk table of a file is said to have {layout.table_bytes} bytes; at most "
+            f"{MAX_TABLE_BYTES} are read",
+            path=key,
+        )
     table = read_bytes(storage, key, layout.table_offset, layout.table_bytes)
     if file_digest(layout.header, table).hex() != expected.digest:
         raise CorruptedError(
@@ -64,10 +75,15 @@ def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
     return OpenShard(key=key, layout=layout, table=parse_table(layout, table, path=key))
 
 
-def read_bytes(storage: Storage, key: str, start: int, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
+def read_bytes(storage: Storage, key: str, start: int, nbytes: int) -> bytearray:
+    try:
+        data = bytearray(nbytes)
+    except MemoryError as error:
+        raise LoadError(
+            f"there is no memory for the {nbytes} bytes that describe a file", path=key
+        ) from error
     storage.read_into(key, [ReadRange(start=start, into=memoryview(data))])
-    return bytes(data)
+    return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,24 @@
 """What is in a store of checkpoints, seen once: records, intents, shards. Decides and deletes
 nothing."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.catalog._committed import Found, find_record
+from holdfast.catalog._committed import Foreign, Found, look
 from holdfast.catalog._intents import DEFAULT_LEASE_S, Intent, is_alive, read_intent
 from holdfast.catalog._names import attempt_of_intent, attempt_of_shard, new_clock
 from holdfast.contracts import COMMIT_RECORD, ObjectInfo, Storage
 from holdfast.errors import CheckpointError, CorruptedError, ObjectNotFoundError, StorageError
 
+_log = logging.getLogger("holdfast.catalog")
+
 
 @dataclass(slots=True, kw_only=True)
 class Folder:
     """The objects of one prefix. ``problem`` says why its record could not be read; ``unknown``
-    are the attempts whose intent could not: nobody knows what they refer to."""
+    are the attempts whose intent could not: nobody knows what they refer to. ``foreign`` if
+    somebody else's file is in the record's place, and nothing else here is of a checkpoint."""
 
     prefix: str
     shards: dict[str, list[str]] = field(default_factory=dict)
@@ -24,10 +28,7 @@ class Folder:
     has_record: bool = False
     found: Found | None = None
     problem: CheckpointError | None = None
-
-    @property
-    def is_committed(self) -> bool:
-        return self.found is not None and self.found.is_committed
+    foreign: bool = False
 
     def named(self) -> Iterator[str]:
         """The keys of the files that the committed record names, also in other folders."""
@@ -82,11 +83,19 @@ def _add_intent(
 
 def _add_record(storage: Storage, folder: Folder) -> None:
     try:
-        folder.found = find_record(storage, folder.prefix)
+        found = look(storage, folder.prefix)
     except CheckpointError as error:
         if error.transient:
             raise
         folder.problem = error
+        return
+    if not isinstance(found, Foreign):
+        folder.found = found
+    elif folder.shards or folder.intents:
+        folder.problem = found.error()
+    else:
+        folder.foreign = True
+        _log.debug("not holdfast's, and left alone: %s in %s", folder.prefix, storage.url)
 
 
 def storage_time(storage: Storage) -> float:

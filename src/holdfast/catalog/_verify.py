@@ -3,14 +3,19 @@
 Damage is collected, not raised: whoever verifies wants to know all of it.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast import _checks
+from holdfast._lanes import run_all
 from holdfast.catalog._committed import Found, find_committed
 from holdfast.catalog._names import record_key
 from holdfast.catalog._opened import decoded
 from holdfast.catalog._placing import StoredBoxes
 from holdfast.catalog._reading import TensorReader, Tick
+from holdfast.catalog._shard_read import OpenShard
+from holdfast.catalog._shards import FILES_AT_ONCE
 from holdfast.contracts import Storage
 from holdfast.errors import CheckpointError, CorruptedError, IncompatibleVersionError, LoadError
 
@@ -30,7 +35,8 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What a verification found. ``checked_bytes`` says how much tensor data was read."""
+    """What a verification found. ``files`` counts those that the record names, readable or not;
+    ``checked_bytes`` says how much tensor data was read."""
 
     prefix: str
     files: int
@@ -68,21 +74,27 @@ def verify_checkpoint(
     reader = TensorReader(storage, prefix, found.record)
     damage: list[Damage] = []
     _check_values(found, damage)
-    readable = _check_files(reader, len(found.record.files), damage)
-    _check_tensors(reader, found, readable, damage)
+    tensors = dict(_covered(found, damage))
+    batches = itertools.count()
     checked: list[int] = []
 
     def tick(nbytes: int) -> None:
         checked.append(nbytes)
         progress(nbytes)
 
-    bad = reader.verify(sorted(readable), part=(nth, of), tick=tick)
-    damage += [Damage(file=b.key, tensor=b.tensor, problem=b.description) for b in bad]
+    def turn() -> bool:
+        return next(batches) % of == nth - 1
+
+    files = len(found.record.files)
+    for first in range(0, files, FILES_AT_ONCE):
+        numbers = range(first, min(first + FILES_AT_ONCE, files))
+        opened = _open(reader, numbers, damage)
+        _check_tensors(reader, tensors, numbers, opened, damage)
+        shards = [opened[index] for index in sorted(opened)]
+        bad = reader.verify(shards, turn=turn, tick=tick)
+        damage += [Damage(file=b.key, tensor=b.tensor, problem=b.description) for b in bad]
     return VerifyReport(
-        prefix=prefix,
-        files=len(readable),
-        checked_bytes=sum(checked),
-        damage=tuple(damage),
+        prefix=prefix, files=files, checked_bytes=sum(checked), damage=tuple(damage)
     )
 
 
@@ -95,31 +107,51 @@ def _check_values(found: Found, damage: list[Damage]) -> None:
             damage.append(_damage(error))
 
 
-def _check_files(reader: TensorReader, count: int, damage: list[Damage]) -> set[int]:
-    """Open every file. Returns the numbers of those that are what the record says."""
-    readable = set()
-    for index in range(count):
+def _covered(found: Found, damage: list[Damage]) -> Iterator[tuple[str, StoredBoxes]]:
+    """Every tensor whose parts are all of it, once."""
+    for name, tensor in found.record.tensors.items():
+        stored = StoredBoxes.of(tensor)
         try:
-            reader.shard(index)
-        except CheckpointError as error:
-            damage.append(_damage(error))
+            stored.check(name, record_key(found.prefix))
+        except CorruptedError as error:
+            damage.append(_damage(error, name))
         else:
-            readable.add(index)
-    return readable
+            yield name, stored
+
+
+def _open(reader: TensorReader, numbers: range, damage: list[Damage]) -> dict[int, OpenShard]:
+    """Open these files, side by side. Returns those that are what the record says."""
+    opened: dict[int, OpenShard] = {}
+    errors: dict[int, CheckpointError] = {}
+
+    def run(index: int) -> None:
+        try:
+            opened[index] = reader.shard(index)
+        except CheckpointError as error:
+            errors[index] = error
+
+    run_all(numbers, run, lanes=FILES_AT_ONCE // 2)
+    damage += [_damage(errors[index]) for index in sorted(errors)]
+    return opened
 
 
 def _check_tensors(
-    reader: TensorReader, found: Found, readable: set[int], damage: list[Damage]
+    reader: TensorReader,
+    tensors: dict[str, StoredBoxes],
+    numbers: range,
+    opened: dict[int, OpenShard],
+    damage: list[Damage],
 ) -> None:
-    """See that every part of every tensor is where the record says, in files that are readable."""
-    for name, tensor in found.record.tensors.items():
+    """See that every part in these files is there as the record says. A tensor of which one is
+    not is damage once."""
+    for name, stored in [*tensors.items()]:
         try:
-            stored = StoredBoxes.of(tensor)
-            stored.check(name, record_key(found.prefix))
-            for box, index in stored.in_files(readable):
-                reader.placed(name, box, index)
+            for box, index in stored.in_files(numbers):
+                if index in opened:
+                    reader.placed(name, box, opened[index])
         except CorruptedError as error:
             damage.append(_damage(error, name))
+            del tensors[name]
 
 
 def _damage(error: CheckpointError, tensor: str | None = None) -> Damage:

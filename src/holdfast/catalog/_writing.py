@@ -3,7 +3,6 @@
 Knows how leaves become shards and shards a record. The commit itself is ``_attempt``'s.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,6 +32,10 @@ from holdfast.reshard import Box, IndexRuns, split_box
 COMPRESSED_FILE_BYTES: Final = 64 * 1024 * 1024
 """Raw bytes after which a compressed file is closed: it is held in memory until its header, which
 comes first, is known."""
+
+PLAIN_FILE_BYTES: Final = 64 * 1024 * 1024 * 1024
+"""Bytes after which any other file is closed: object stores have a largest object, and a file that
+is damaged or has to be written again should not be everything."""
 
 _HEADER_BYTES: Final = 16 * 1024 * 1024
 _ENTRY_HEADER_BYTES: Final = 160
@@ -100,17 +103,16 @@ def write_leaves(
 
 def record_of(
     attempt: Attempt,
-    ordinal: int,
     facts: Facts,
     *,
     tree: object,
     files: Sequence[StoredFile],
     tensors: Mapping[str, StoredTensor],
 ) -> CommitRecord:
-    """The commit record of a checkpoint that one process wrote."""
+    """The commit record of a checkpoint that one process wrote. Its ordinal is the commit's."""
     return CommitRecord(
         state=COMMITTED,
-        ordinal=ordinal,
+        ordinal=0,
         attempt=attempt.intent.attempt,
         created=utc_now(),
         world_size=1,
@@ -133,7 +135,7 @@ class _BoxSource:
 
 def _files(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[list[_BoxSource]]:
     """What goes into one file, file by file."""
-    limit = math.inf if level is CompressionLevel.NONE else COMPRESSED_FILE_BYTES
+    limit = _file_bytes(level)
     file: list[_BoxSource] = []
     size = header = 0
     for source in _sources(leaves, level):
@@ -149,12 +151,15 @@ def _files(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[lis
         yield file
 
 
+def _file_bytes(level: CompressionLevel) -> int:
+    return PLAIN_FILE_BYTES if level is CompressionLevel.NONE else COMPRESSED_FILE_BYTES
+
+
 def _sources(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[_BoxSource]:
     for name, array in leaves.items():
         whole = Box.whole(array.shape)
         dtype = dtype_of_numpy(array.dtype)
-        most = COMPRESSED_FILE_BYTES // dtype.itemsize
-        for box in [whole] if level is CompressionLevel.NONE else split_box(whole, most):
+        for box in split_box(whole, _file_bytes(level) // dtype.itemsize):
             where = tuple(map(slice, box.start, box.stop))
             entry = ShardEntry(
                 name=name,

@@ -13,8 +13,8 @@ import xxhash
 
 from holdfast.contracts import Data
 from holdfast.errors import CorruptedError
-from holdfast.format._digest import DIGEST_BYTES
-from holdfast.format._shard import PlacedEntry, ShardLayout
+from holdfast.format._digest import DIGEST_BYTES, last_chunk_bytes
+from holdfast.format._shard import MAX_FRAME_BYTES, PlacedEntry, ShardLayout
 
 _FRAME_SIZE: Final = np.dtype("<u4")
 
@@ -103,6 +103,12 @@ def parse_table(layout: ShardLayout, table: Data, *, path: str) -> ChunkTable:
                 f"the frames of entry {placed.key!r} are {sum(frames)} bytes by the chunk table "
                 f"and {placed.stored_bytes} by the header, or one of them is empty",
                 path=path,
+            )
+        if max(frames, default=0) > MAX_FRAME_BYTES or (
+            frames and frames[-1] > last_chunk_bytes(placed.raw_bytes)
+        ):
+            raise CorruptedError(
+                f"one of the frames of entry {placed.key!r} is longer than its chunk", path=path
             )
     return parsed
 

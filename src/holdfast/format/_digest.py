@@ -27,6 +27,11 @@ def chunk_count(nbytes: int) -> int:
     return -(-nbytes // CHUNK_BYTES)
 
 
+def last_chunk_bytes(nbytes: int) -> int:
+    """How long the last chunk of that many raw bytes is; 0 if there is none."""
+    return nbytes - max(chunk_count(nbytes) - 1, 0) * CHUNK_BYTES
+
+
 def chunk_digests(data: Data) -> bytes:
     """The digests of all chunks of contiguous bytes, one after the other."""
     view = memoryview(data)

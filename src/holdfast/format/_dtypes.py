@@ -1,9 +1,11 @@
 """The element types of format 1 by their codes. Knows names and sizes; holds no tensor data.
 
 A code is safetensors' own where it has one. Codes of ours name the types it lacks; their bytes
-are stored as ``U8``. torch is named here, never imported.
+are stored as ``U8``. torch is named here, never imported. Bytes are those of memory, so this is
+also where a big-endian machine is refused.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,6 +13,12 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
+
+if sys.byteorder != "little":
+    raise ImportError(
+        "holdfast writes and reads tensors as they stand in memory, and its format is "
+        f"little-endian; this machine is {sys.byteorder}-endian, so holdfast cannot run on it"
+    )
 
 DTypeOfNumpy = np.dtype[Any]
 

@@ -10,12 +10,14 @@ from typing import Final
 
 from holdfast._checks import text
 
-Box = tuple[tuple[int, int], ...]
+Bounds = tuple[tuple[int, int], ...]
 """Start and stop per dimension of a tensor."""
 
 MAX_NAME_CHARS: Final = 65_536
 MAX_DIMS: Final = 64
 MAX_EXTENT: Final = 2**63 - 1
+SHOWN_CHARS: Final = 200
+"""How much of a name an error shows."""
 
 _BOX_CHARS: Final = frozenset("0123456789:,")
 _DIGITS: Final = frozenset("0123456789")
@@ -24,7 +26,7 @@ _RESERVED_START: Final = "__holdfast"
 _METADATA_KEY: Final = "__metadata__"
 
 
-def entry_name(name: str, shape: Sequence[int], box: Box | None) -> str:
+def entry_name(name: str, shape: Sequence[int], box: Bounds | None) -> str:
     """The entry that holds ``box`` of the tensor, or, with ``None``, all of it.
 
     ``shape`` is that of the box. ``ValueError`` if the name is empty, too long or not Unicode.
@@ -37,14 +39,14 @@ def entry_name(name: str, shape: Sequence[int], box: Box | None) -> str:
     return f"{name}[{','.join([f'{start}:{stop}' for start, stop in box])}]"
 
 
-def entry_of_box(name: str, tensor_shape: Sequence[int], box: Box) -> str:
+def entry_of_box(name: str, tensor_shape: Sequence[int], box: Bounds) -> str:
     """The entry that holds ``box`` of a tensor of ``tensor_shape``: the rule of the format, by
     which a reader finds a box in a shard."""
     whole = whole_box(tensor_shape)
     return entry_name(name, tensor_shape, None if box == whole else box)
 
 
-def parse_entry_name(entry: str) -> tuple[str, Box | None]:
+def parse_entry_name(entry: str) -> tuple[str, Bounds | None]:
     """The tensor's name, and the box if the entry carries one; undoes ``entry_name``.
 
     ``ValueError`` for what ``entry_name`` never returns.
@@ -60,12 +62,12 @@ def parse_entry_name(entry: str) -> tuple[str, Box | None]:
     return name, _parse_box(entry[opening + 1 : -1])
 
 
-def whole_box(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Bounds:
     """The box that is all of a tensor of that shape."""
     return tuple([(0, size) for size in shape])
 
 
-def box_shape(box: Box) -> tuple[int, ...]:
+def box_shape(box: Bounds) -> tuple[int, ...]:
     """How large a box is."""
     return tuple([stop - start for start, stop in box])
 
@@ -91,7 +93,7 @@ def _box_opening(entry: str) -> int | None:
     return opening
 
 
-def _parse_box(inner: str) -> Box:
+def _parse_box(inner: str) -> Bounds:
     if not inner:
         return ()
     parts = inner.split(",", MAX_DIMS)

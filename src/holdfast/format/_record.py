@@ -16,10 +16,12 @@ import xxhash
 
 from holdfast.contracts import SMALL_OBJECT_BYTES, Data
 from holdfast.errors import CheckpointError, CorruptedError, IncompatibleVersionError
-from holdfast.format._record_check import SHOWN_CHARS, UnknownDTypeError, check_record
+from holdfast.format._entry_names import SHOWN_CHARS
+from holdfast.format._record_check import UnknownDTypeError, check_record
 from holdfast.format._record_schema import CommitRecord, StoredTensor
 from holdfast.format._strict_json import scan_json
 from holdfast.format._value_model import MAX_VALUE_JSON_DEPTH
+from holdfast.format._value_tags import INT64_LEAST, INT64_MOST
 
 RECORD_VERSION: Final = 1
 MAX_RECORD_BYTES: Final = SMALL_OBJECT_BYTES
@@ -27,6 +29,7 @@ MAX_RECORD_BYTES: Final = SMALL_OBJECT_BYTES
 _START: Final = re.compile(rb'\{"format":"holdfast","version":([1-9][0-9]{0,8})[,}]')
 _HEAD: Final = re.compile(rb'\{"format":"holdfast","version":1,"digest":"([0-9a-f]{32})","record":')
 _BODY_DEPTH: Final = MAX_VALUE_JSON_DEPTH + 1
+_PLAIN: Final = {str, float, bool, type(None)}
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 _DECODE_BODY: Final = msgspec.json.Decoder(CommitRecord).decode
@@ -58,7 +61,7 @@ def encode_record(record: CommitRecord) -> bytes:
             f"the commit record would be {len(data)} bytes, more than {MAX_RECORD_BYTES}"
         )
     try:
-        _decode_body(body)
+        _decode_body(body, written_from=record)
     except CheckpointError as error:
         raise ValueError(f"the commit record cannot be written: {error}") from error
     return data
@@ -112,8 +115,9 @@ def _body_digest(body: Data) -> str:
     return state.hexdigest()
 
 
-def _decode_body(body: Data) -> CommitRecord:
-    scan_json(memoryview(body), max_depth=_BODY_DEPTH)
+def _decode_body(body: Data, *, written_from: CommitRecord | None = None) -> CommitRecord:
+    if written_from is None or not _is_plain(written_from):
+        scan_json(memoryview(body), max_depth=_BODY_DEPTH)
     try:
         record = _DECODE_BODY(body)
     except ValueError as error:
@@ -128,6 +132,31 @@ def _decode_body(body: Data) -> CommitRecord:
     except ValueError as error:
         raise CorruptedError(f"the commit record is wrong: {error}") from error
     return record
+
+
+def _is_plain(record: CommitRecord) -> bool:
+    """Whether the record's own JSON can have nothing that ``scan_json`` finds: its keys are texts,
+    so that no two are written alike, its numbers are short, and it is not too deep."""
+    if not {type(name) for name in (*record.tensors, *record.metrics)} <= {str}:
+        return False
+    level: list[Any] = [record.custom, record.tree]
+    for _ in range(MAX_VALUE_JSON_DEPTH + 1):
+        inner: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind is dict:
+                if not {type(key) for key in value} <= {str}:
+                    return False
+                inner.extend(value.values())
+            elif kind is list:
+                inner.extend(value)
+            elif kind is int:
+                if not INT64_LEAST <= value <= INT64_MOST:
+                    return False
+            elif kind not in _PLAIN:
+                return False
+        level = inner
+    return not level
 
 
 def _located(body: Data, error: ValueError) -> str:

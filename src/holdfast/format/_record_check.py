@@ -11,14 +11,20 @@ from typing import Final
 
 from holdfast import _checks
 from holdfast.format._dtypes import DTYPES, DType
-from holdfast.format._entry_names import MAX_NAME_CHARS
-from holdfast.format._record_schema import CommitRecord, Cut, Placement, StoredFile, StoredTensor
+from holdfast.format._entry_names import MAX_NAME_CHARS, SHOWN_CHARS
+from holdfast.format._record_schema import (
+    CommitRecord,
+    StoredCut,
+    StoredFile,
+    StoredPlacement,
+    StoredTensor,
+)
 from holdfast.format._shard import DATA_ALIGNMENT, raw_bytes
 
 MAX_CELLS: Final = 50_000_000
+MAX_BOXES: Final = 1_000_000
 MAX_METRIC_CHARS: Final = 1024
 MAX_PREFIX_CHARS: Final = 1024
-SHOWN_CHARS: Final = 200
 
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
@@ -43,10 +49,13 @@ def check_record(record: CommitRecord) -> None:
     if record.state == "tombstone" and (record.files or record.tensors):
         raise ValueError("a tombstone has no files and no tensors")
     _check_files(record.files)
-    cells = 0
+    cells = boxes = 0
     for name, tensor in record.tensors.items():
         try:
             _checks.text("the name", name, most=MAX_NAME_CHARS)
+            boxes += len(tensor.placement.boxes or ())
+            if boxes > MAX_BOXES:
+                raise ValueError(f"the record has more than {MAX_BOXES} boxes up to here")  # noqa: TRY301
             cells += _check_tensor(tensor, len(record.files))
             if cells > MAX_CELLS:
                 raise ValueError(f"the record has more than {MAX_CELLS} parts up to here")  # noqa: TRY301
@@ -104,7 +113,7 @@ def _check_tensor(tensor: StoredTensor, files: int) -> int:
     return parts
 
 
-def _check_parts(placement: Placement, shape: tuple[int, ...], dtype: DType) -> int:
+def _check_parts(placement: StoredPlacement, shape: tuple[int, ...], dtype: DType) -> int:
     raw_bytes(dtype, shape)
     if (placement.cuts is None) == (placement.boxes is None):
         raise ValueError("its placement must have either cuts or boxes")
@@ -122,7 +131,7 @@ def _check_parts(placement: Placement, shape: tuple[int, ...], dtype: DType) -> 
     return parts
 
 
-def _check_cut(cut: Cut, size: int, dimension: int) -> int:
+def _check_cut(cut: StoredCut, size: int, dimension: int) -> int:
     if cut.at is None and cut.step is not None:
         if not (cut.step <= size and (cut.step > 0 or size == 0)):
             raise ValueError(f"dimension {dimension} of size {size} has no step {cut.step}")

@@ -16,14 +16,13 @@ Step = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 ShortText = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
-class StoredFile(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    gc=False,
+class _Stored(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False
 ):
+    """A value of the record, strictly read. Nothing in it can be part of a cycle."""
+
+
+class StoredFile(_Stored, frozen=True, kw_only=True):
     """A shard: ``digest`` (32 hex digits) is over its header and table; ``prefix`` names the
     checkpoint whose folder it is in, ``None`` being the record's own."""
 
@@ -33,29 +32,15 @@ class StoredFile(
     prefix: str | None = None
 
 
-class Cut(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    gc=False,
-):
+class StoredCut(_Stored, frozen=True, kw_only=True):
     """How one dimension is cut: every ``step`` elements, or ``at`` the inner positions, which are
-    runs ``(first, step, count)`` as those of ``Placement.files``, and rise."""
+    runs ``(first, step, count)`` as those of ``StoredPlacement.files``, and rise."""
 
     step: Count | None = None
     at: tuple[tuple[Count, Count, Count], ...] | None = None
 
 
-class Placement(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    gc=False,
-):
+class StoredPlacement(_Stored, frozen=True, kw_only=True):
     """Which file holds which part of a tensor.
 
     Parts are the cells of a grid in row-major order (``cuts``, one per dimension), or else
@@ -63,29 +48,20 @@ class Placement(
     ``(first, step, count)``: ``first``, ``first + step``, and so on, ``count`` of them.
     """
 
-    cuts: tuple[Cut, ...] | None = None
+    cuts: tuple[StoredCut, ...] | None = None
     boxes: tuple[tuple[tuple[Count, Count], ...], ...] | None = None
     files: tuple[tuple[Index, Step, Count], ...]
 
 
-class StoredTensor(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    gc=False,
-):
+class StoredTensor(_Stored, frozen=True, kw_only=True):
     """A tensor: dtype code, whole shape, and where its parts are."""
 
     dtype: str
     shape: tuple[Count, ...]
-    placement: Placement
+    placement: StoredPlacement
 
 
-class CommitRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class CommitRecord(_Stored, frozen=True, kw_only=True, gc=True):
     """All that a checkpoint says of itself.
 
     ``state`` is ``"committed"``, or ``"tombstone"`` for a checkpoint being deleted, which has no

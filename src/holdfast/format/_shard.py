@@ -7,14 +7,14 @@ table. Data starts on a page so that direct I/O can write and read it where it s
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
 from holdfast import _checks
-from holdfast.format._digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count
+from holdfast.format._digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, last_chunk_bytes
 from holdfast.format._dtypes import DType, dtype_of
-from holdfast.format._entry_names import MAX_DIMS, Box, box_shape, entry_name
+from holdfast.format._entry_names import MAX_DIMS, SHOWN_CHARS, Bounds, box_shape, entry_name
 
 SHARD_VERSION: Final = 1
 TABLE_ENTRY: Final = "__holdfast_chunks__"
@@ -23,12 +23,12 @@ METADATA_KEY: Final = "holdfast"
 LENGTH_BYTES: Final = 8
 DATA_ALIGNMENT: Final = 4096
 FRAME_SIZE_BYTES: Final = 4
-MAX_HEADER_BYTES: Final = 100_000_000
-MAX_ENTRIES: Final = 1_000_000
+MAX_HEADER_BYTES: Final = 32 * 1024 * 1024
+MAX_ENTRIES: Final = 250_000
 MAX_ENTRY_BYTES: Final = 2**60
 MAX_FILE_BYTES: Final = 2**63 - 1
 MAX_CODEC_CHARS: Final = 64
-MAX_FRAME_BYTES: Final = 2**32 - 1
+MAX_FRAME_BYTES: Final = CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ShardEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    box: Box | None = None
+    box: Bounds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,32 @@ class ShardLayout:
     file_bytes: int
     is_holdfast: bool
     by_key: Mapping[str, PlacedEntry] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        entries: tuple[PlacedEntry, ...],
+        *,
+        header: bytes,
+        metadata: Mapping[str, str],
+        is_holdfast: bool,
+    ) -> Self:
+        """The layout of a file of these entries, which follow each other and the header."""
+        last = entries[-1] if entries else None
+        end = len(header) if last is None else last.offset + last.stored_bytes
+        chunks = 0 if last is None else last.first_chunk + last.chunks
+        frames = 0 if last is None else last.first_frame + last.frames
+        size = table_bytes(chunks, frames) if is_holdfast else 0
+        return cls(
+            entries=entries,
+            header=header,
+            metadata=metadata,
+            table_offset=end,
+            table_bytes=size,
+            file_bytes=end + size,
+            is_holdfast=is_holdfast,
+            by_key={entry.key: entry for entry in entries},
+        )
 
     @property
     def chunks(self) -> int:
@@ -165,7 +191,7 @@ def _draft(entry: ShardEntry, index: int, stored: tuple[str, Sequence[int]] | No
         key = entry_name(entry.name, entry.shape, entry.box)
         stored_size = size if stored is None else _stored_bytes(size, *stored)
     except ValueError as error:
-        raise ValueError(f"entry {index} ({entry.name[:200]!r}): {error}") from error
+        raise ValueError(f"entry {index} ({entry.name[:SHOWN_CHARS]!r}): {error}") from error
     return _Draft(
         entry=entry,
         key=key,
@@ -181,8 +207,12 @@ def _stored_bytes(size: int, codec: str, frame_sizes: Sequence[int]) -> int:
     _checks.text("codec", codec, most=MAX_CODEC_CHARS)
     if len(frame_sizes) != chunk_count(size):
         raise ValueError(f"{len(frame_sizes)} frames for {chunk_count(size)} chunks")
-    if frame_sizes and not 1 <= min(frame_sizes) <= max(frame_sizes) <= MAX_FRAME_BYTES:
-        raise ValueError(f"a frame has 1 to {MAX_FRAME_BYTES} bytes")
+    if frame_sizes and not (
+        min(frame_sizes) >= 1
+        and max(frame_sizes) <= MAX_FRAME_BYTES
+        and frame_sizes[-1] <= last_chunk_bytes(size)
+    ):
+        raise ValueError("a frame has at least 1 byte, and no more than its chunk")
     return sum(frame_sizes)
 
 
@@ -194,7 +224,7 @@ def _lay_out(drafts: Sequence[_Draft], metadata: Mapping[str, str]) -> ShardLayo
     for draft in drafts:
         starts.append((offset, chunks, frames))
         if draft.key in listed:
-            raise ValueError(f"there are two entries {draft.key[:200]!r}")
+            raise ValueError(f"there are two entries {draft.key[:SHOWN_CHARS]!r}")
         blob = draft.codec is not None or draft.dtype.stored != draft.dtype.code
         stop = offset + draft.stored_bytes
         listed[draft.key] = {
@@ -224,16 +254,7 @@ def _lay_out(drafts: Sequence[_Draft], metadata: Mapping[str, str]) -> ShardLayo
         _place(draft, len(header) + start, chunk, frame)
         for draft, (start, chunk, frame) in zip(drafts, starts, strict=True)
     )
-    return ShardLayout(
-        entries=placed,
-        header=header,
-        metadata=metadata,
-        table_offset=len(header) + offset,
-        table_bytes=table,
-        file_bytes=len(header) + offset + table,
-        is_holdfast=True,
-        by_key={entry.key: entry for entry in placed},
-    )
+    return ShardLayout.of(placed, header=header, metadata=metadata, is_holdfast=True)
 
 
 def _place(draft: _Draft, offset: int, first_chunk: int, first_frame: int) -> PlacedEntry:
@@ -258,7 +279,10 @@ def _encoding(draft: _Draft) -> dict[str, Any]:
 def _header(listed: bytes) -> bytes:
     padded = -(-(LENGTH_BYTES + len(listed)) // DATA_ALIGNMENT) * DATA_ALIGNMENT - LENGTH_BYTES
     if padded > MAX_HEADER_BYTES:
-        raise ValueError(f"the header of {len(listed)} bytes is too long; use several shards")
+        raise ValueError(
+            f"the header of {len(listed)} bytes is too long, a shard's has at most "
+            f"{MAX_HEADER_BYTES}; use several shards"
+        )
     return padded.to_bytes(LENGTH_BYTES, "little") + listed.ljust(padded)
 
 

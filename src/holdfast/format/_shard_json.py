@@ -6,6 +6,7 @@ import msgspec
 
 from holdfast.errors import CorruptedError, IncompatibleVersionError
 from holdfast.format._digest import CHUNK_BYTES
+from holdfast.format._entry_names import SHOWN_CHARS
 from holdfast.format._shard import (
     LENGTH_BYTES,
     MAX_CODEC_CHARS,
@@ -15,9 +16,6 @@ from holdfast.format._shard import (
     SHARD_VERSION,
 )
 from holdfast.format._strict_json import scan_json
-
-SHOWN_CHARS: Final = 200
-"""How much of a name an error shows."""
 
 _HEADER_DEPTH: Final = 3
 _ABOUT_DEPTH: Final = 64

@@ -10,7 +10,7 @@ from holdfast.contracts import Data
 from holdfast.errors import CheckpointError, CorruptedError, IncompatibleVersionError
 from holdfast.format._digest import chunk_count
 from holdfast.format._dtypes import DTYPES, DType
-from holdfast.format._entry_names import box_shape, parse_entry_name
+from holdfast.format._entry_names import SHOWN_CHARS, box_shape, parse_entry_name
 from holdfast.format._shard import (
     DATA_ALIGNMENT,
     LENGTH_BYTES,
@@ -21,16 +21,8 @@ from holdfast.format._shard import (
     ShardEntry,
     ShardLayout,
     raw_bytes,
-    table_bytes,
 )
-from holdfast.format._shard_json import (
-    SHOWN_CHARS,
-    About,
-    Encoding,
-    Listed,
-    decode_about,
-    decode_header,
-)
+from holdfast.format._shard_json import About, Encoding, Listed, decode_about, decode_header
 
 
 def header_bytes_needed(first_8: Data, file_bytes: int, *, path: str) -> int:
@@ -116,35 +108,20 @@ def _layout(
     *,
     table: Listed | None,
 ) -> ShardLayout:
-    last = placed[-1] if placed else None
-    end = len(head) if last is None else last.offset + last.stored_bytes
-    size = 0
+    layout = ShardLayout.of(placed, header=head, metadata=metadata, is_holdfast=table is not None)
     if table is not None:
-        chunks = 0 if last is None else last.first_chunk + last.chunks
-        frames = 0 if last is None else last.first_frame + last.frames
-        size = table_bytes(chunks, frames)
         start, stop = table.data_offsets
-        if (
-            table.dtype != "U8"
-            or table.shape != (size,)
-            or (len(head) + start, len(head) + stop) != (end, end + size)
-        ):
+        size, end = layout.table_bytes, layout.table_offset - len(head)
+        if table.dtype != "U8" or table.shape != (size,) or (start, stop) != (end, end + size):
             raise CorruptedError(
-                f"its chunk table is not the {size} bytes after the last entry that {chunks} "
-                f"chunks and {frames} frames need"
+                f"its chunk table is not the {size} bytes after the last entry that its "
+                f"{layout.chunks} chunks need"
             )
-    if end + size != file_bytes:
-        raise CorruptedError(f"it describes {end + size} bytes, but the file has {file_bytes}")
-    return ShardLayout(
-        entries=placed,
-        header=head,
-        metadata=metadata,
-        table_offset=end,
-        table_bytes=size,
-        file_bytes=file_bytes,
-        is_holdfast=table is not None,
-        by_key={entry.key: entry for entry in placed},
-    )
+    if layout.file_bytes != file_bytes:
+        raise CorruptedError(
+            f"it describes {layout.file_bytes} bytes, but the file has {file_bytes}"
+        )
+    return layout
 
 
 def _placed(
@@ -208,6 +185,8 @@ def _contents(found: Listed, encoding: Encoding | None) -> tuple[DType, tuple[in
             f"{encoding.dtype} of shape {list(encoding.shape)} cannot be encoded in {size} bytes "
             "without a codec"
         )
+    if size > raw_size:
+        raise ValueError(f"it is compressed, from {raw_size} bytes to {size}, which are more")
     return raw_dtype, encoding.shape, raw_size
 
 

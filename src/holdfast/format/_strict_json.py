@@ -19,12 +19,12 @@ from typing import Final, NoReturn
 from holdfast import _checks
 from holdfast.errors import CorruptedError
 
-MOST_DIGITS: Final = 640
+MAX_DIGITS: Final = 640
 """Digits in a row. An interpreter may be told to refuse longer integers, never shorter ones."""
 
 _SPACE = rb"[ \t\r\n]"
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_DIGITS = rb"[0-9]{1,%d}+(?![0-9])" % MOST_DIGITS
+_DIGITS = rb"[0-9]{1,%d}+(?![0-9])" % MAX_DIGITS
 # Possessive throughout: nothing is tried twice, so time is linear in any input. The last two
 # alternatives make every match succeed where it stands; a search would try each later byte.
 _STEP = re.compile(
@@ -95,7 +95,7 @@ def _why(wrong: bytes) -> str:
     if wrong in b"NI":
         return "NaN and Infinity are not JSON"
     if wrong.isdigit():
-        return f"a number has more than {MOST_DIGITS} digits"
+        return f"a number has more than {MAX_DIGITS} digits"
     if wrong == b'"':
         return "a string does not end"
     return f"the character {wrong.decode('utf-8', 'backslashreplace')!r} is out of place"

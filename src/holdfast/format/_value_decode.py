@@ -17,9 +17,11 @@ from holdfast.format._value_path import Place, shown
 from holdfast.format._value_tags import (
     INT64_LEAST,
     INT64_MOST,
+    MAX_SAME_HASH,
     TAG_KEY,
     Malformed,
     Unsupported,
+    crowds,
     items_of,
     kind_of,
     text_of,
@@ -151,11 +153,12 @@ class _Decoder:
 
     def _fill(self, mapping: dict[Any, Any], payload: object) -> object:
         steps = self._place.steps
+        crowd: Counter[int] = Counter()
         for pair in items_of(payload):
             encoded_key, encoded_value = items_of(pair, 2)
             with self._place.aside("key"):
                 key = self.value(encoded_key)
-            if _seen(key, mapping):
+            if _seen(key, mapping, crowd):
                 raise Malformed(f"the key {shown(key)} occurs twice")
             steps.append(key)
             mapping[key] = self.value(encoded_value)
@@ -179,18 +182,22 @@ class _Decoder:
 
     def _members(self, payload: object) -> set[object]:
         members: set[object] = set()
+        crowd: Counter[int] = Counter()
         for encoded in items_of(payload):
             with self._place.aside("member"):
                 member = self.value(encoded)
-            if _seen(member, members):
+            if _seen(member, members, crowd):
                 raise Malformed(f"the member {shown(member)} occurs twice")
             members.add(member)
         return members
 
 
-def _seen(value: object, among: Collection[object]) -> bool:
+def _seen(value: object, among: Collection[object], crowd: Counter[int]) -> bool:
     try:
         hash(value)  # not left to "in", which takes a set for the frozenset it would equal
+        crowded = crowds(value, crowd)
     except (TypeError, ValueError):  # ValueError: NumPy's, for a timedelta64 without a unit
         raise Malformed(f"{kind_of(value)} can be no key and no member") from None
+    if crowded:
+        raise Malformed(f"more than {MAX_SAME_HASH} keys or members have the same hash")
     return value in among

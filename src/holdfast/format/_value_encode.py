@@ -18,7 +18,7 @@ from holdfast.format import _value_numpy, _value_scalars, _value_torch
 from holdfast.format._value_decode import decode_value
 from holdfast.format._value_model import FACTORIES, MAX_VALUE_DEPTH, LeafRef
 from holdfast.format._value_path import Place, ValuePath, shown
-from holdfast.format._value_tags import TAG_KEY, Unstorable, kind_of, tagged
+from holdfast.format._value_tags import MAX_SAME_HASH, TAG_KEY, Unstorable, crowds, kind_of, tagged
 
 
 def encode_value(
@@ -159,6 +159,12 @@ class _Encoder:
 
     def _hashed(self, values: Collection[Any], what: Literal["key", "member"]) -> list[object]:
         converted = self._converted
+        crowd: Counter[int] = Counter()
+        if any(crowds(value, crowd) for value in values):
+            raise SaveError(
+                f"{self._place} has more than {MAX_SAME_HASH} {what}s with the same hash, so that "
+                "it would take very long to load; store it as a list"
+            )
         with self._place.aside(what):
             encoded = [self.value(value) for value in values]
         if self._converted != converted:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from holdfast import _checks
+from holdfast.format._entry_names import MAX_NAME_CHARS
 
 MAX_VALUE_DEPTH: Final = 64
 """Containers in each other, in a tree of values."""
@@ -15,8 +16,6 @@ MAX_VALUE_DEPTH: Final = 64
 MAX_VALUE_JSON_DEPTH: Final = 5 * MAX_VALUE_DEPTH + 4
 """Objects and lists in each other, in the JSON of such a tree: a defaultdict takes five for each
 level, and the value at the bottom up to four."""
-
-MOST_NAME_CHARACTERS: Final = 65536
 
 FACTORIES: Final[Mapping[str, type]] = {
     kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
@@ -34,4 +33,4 @@ class LeafRef:
     def __post_init__(self) -> None:
         if self.kind not in {"tensor", "array"}:
             raise ValueError(f"kind must be 'tensor' or 'array', not {self.kind!r}")
-        _checks.text("name", self.name, most=MOST_NAME_CHARACTERS)
+        _checks.text("name", self.name, most=MAX_NAME_CHARS)

@@ -26,7 +26,7 @@ from holdfast.format._value_tags import (
     whole,
 )
 
-MOST_INLINE_BYTES: Final = 1024 * 1024
+MAX_INLINE_BYTES: Final = 1024 * 1024
 
 # fmt: off
 _OWN = frozenset({
@@ -62,11 +62,12 @@ def encode_array(value: npt.NDArray[Any]) -> object:
     name = _name(value.dtype)
     if name is None:
         raise _refusal(f"a NumPy array of dtype {value.dtype}")
-    if value.nbytes > MOST_INLINE_BYTES:
+    if value.nbytes > MAX_INLINE_BYTES:
         raise Unstorable(
-            f"a NumPy array of {value.nbytes:,} bytes",
-            f"the most inside the tree of values is {MOST_INLINE_BYTES:,} bytes: "
-            "pass it as a leaf, which is stored in a shard",
+            f"a NumPy array of dtype {value.dtype} and {value.nbytes:,} bytes",
+            f"the most outside of shards, which hold numbers, is {MAX_INLINE_BYTES:,} bytes: "
+            "convert it to numbers (dates by value.view('int64')), or store it as a list or in "
+            "several arrays",
         )
     return tagged("numpy.array", [name, list(value.shape), to_base64(_little(value))])
 
@@ -92,8 +93,8 @@ def _decode_array(payload: object) -> npt.NDArray[Any]:
     dtype = _dtype(text_of(name))
     sizes = [whole(size, 0) for size in items_of(shape)]
     nbytes = math.prod(sizes) * dtype.itemsize
-    if nbytes > MOST_INLINE_BYTES:
-        raise Malformed(f"an array inside the tree has more than {MOST_INLINE_BYTES:,} bytes")
+    if nbytes > MAX_INLINE_BYTES:
+        raise Malformed(f"an array inside the tree has more than {MAX_INLINE_BYTES:,} bytes")
     array = _array(dtype, from_base64(data, size=nbytes))
     try:
         return array.reshape(sizes)

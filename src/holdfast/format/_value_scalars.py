@@ -27,7 +27,7 @@ from holdfast.format._value_tags import (
     whole,
 )
 
-MOST_HEX_DIGITS: Final = 1024 * 1024
+MAX_HEX_DIGITS: Final = 1024 * 1024
 
 _Dated = TypeVar("_Dated", dt.datetime, dt.date, dt.time)
 
@@ -49,18 +49,18 @@ _PATH_NAMES: Mapping[type, str] = {
 def encode_int(value: int) -> object:
     if INT64_LEAST <= value <= INT64_MOST:
         return value
-    if value.bit_length() > MOST_HEX_DIGITS * 4:
+    if value.bit_length() > MAX_HEX_DIGITS * 4:
         raise Unstorable(
             f"an int of {value.bit_length():,} bits",
-            f"the most is {MOST_HEX_DIGITS * 4:,} bits: store it as bytes",
+            f"the most is {MAX_HEX_DIGITS * 4:,} bits: store it as bytes",
         )
     return tagged("int", format(value, "x"))
 
 
 def _decode_int(payload: object) -> int:
     text = text_of(payload)
-    if len(text) > MOST_HEX_DIGITS + 1:
-        raise Malformed(f"an int has more than {MOST_HEX_DIGITS:,} hex digits")
+    if len(text) > MAX_HEX_DIGITS + 1:
+        raise Malformed(f"an int has more than {MAX_HEX_DIGITS:,} hex digits")
     if not _HEX.fullmatch(text):
         raise Malformed("an int is not written in hex digits")
     return int(text, 16)

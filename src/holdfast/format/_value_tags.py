@@ -7,12 +7,16 @@ person by the walk, which does.
 
 import base64
 import binascii
+from collections import Counter
 from typing import Final
 
 TAG_KEY: Final = "$"
 
 INT64_LEAST: Final = -(2**63)
 INT64_MOST: Final = 2**63 - 1
+
+MAX_SAME_HASH: Final = 64
+"""Keys of a dict, or members of a set, that have the same hash."""
 
 _QUANTUM = 3
 _PADDED = 4
@@ -85,6 +89,22 @@ def items_of(payload: object, count: int | None = None) -> list[object]:
     if count is not None and len(payload) != count:
         raise Malformed(f"a list of {count} must not have {len(payload)} items")
     return payload
+
+
+def crowds(value: object, crowd: Counter[int]) -> bool:
+    """Whether more than ``MAX_SAME_HASH`` of the values asked about so far have one hash.
+
+    Looking up such keys takes a time by the square of their number. Texts and bytes have hashes
+    that nobody can foresee, and few numbers of 64 bits share one, so these are not counted.
+    """
+    kind = type(value)
+    if kind is str or kind is bytes or kind is float:
+        return False
+    if isinstance(value, int) and INT64_LEAST <= value <= INT64_MOST:
+        return False
+    hashed = hash(value)
+    crowd[hashed] += 1
+    return crowd[hashed] > MAX_SAME_HASH
 
 
 def kind_of(value: object) -> str:

@@ -1,6 +1,7 @@
 """Knows a box, the half-open ranges of one block of an array. Knows no tensors and no bytes."""
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -17,12 +18,14 @@ class Box:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        positions(("start", self.start), ("stop", self.stop))
-        if len(self.start) != len(self.stop):
-            raise ValueError(f"start={self.start} and stop={self.stop} differ in dimensions")
-        for low, high in zip(self.start, self.stop, strict=True):
-            if low > high:
-                raise ValueError(f"start={self.start} is past stop={self.stop}")
+        start, stop = self.start, self.stop
+        if type(start) is tuple and type(stop) is tuple and len(start) == len(stop):
+            for low, high in zip(start, stop, strict=True):
+                if type(low) is not int or type(high) is not int or not 0 <= low <= high:
+                    break
+            else:
+                return
+        _check_bounds(start, stop)
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Self:
@@ -31,7 +34,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
@@ -40,34 +43,38 @@ class Box:
 
     @property
     def is_empty(self) -> bool:
-        return any(low == high for low, high in zip(self.start, self.stop, strict=True))
+        for low, high in zip(self.start, self.stop, strict=True):  # noqa: SIM110 -- often called
+            if low == high:
+                return True
+        return False
 
     def intersect(self, other: "Box") -> "Box | None":
         """The elements in both, or ``None`` if there are none."""
         self._same_dimensions(other)
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if all(low < high for low, high in zip(start, stop, strict=True)):
-            return Box(start, stop)
-        return None
+        for low, high in zip(start, stop, strict=True):
+            if low >= high:
+                return None
+        return Box(start, stop)
 
     def contains(self, other: "Box") -> bool:
         """Whether ``other`` lies within the bounds of this box; an empty one must, too."""
         self._same_dimensions(other)
-        return all(
-            low <= inner_low and inner_high <= high
-            for low, inner_low, inner_high, high in zip(
-                self.start, other.start, other.stop, self.stop, strict=True
-            )
-        )
+        for low, inner_low, inner_high, high in zip(
+            self.start, other.start, other.stop, self.stop, strict=True
+        ):
+            if inner_low < low or high < inner_high:
+                return False
+        return True
 
     def relative_to(self, outer: "Box") -> "Box":
         """This box counted from the start of ``outer``, which must contain it."""
         if not outer.contains(self):
             raise ValueError(f"{self} is not within {outer}")
         return Box(
-            tuple(a - b for a, b in zip(self.start, outer.start, strict=True)),
-            tuple(a - b for a, b in zip(self.stop, outer.start, strict=True)),
+            tuple(map(operator.sub, self.start, outer.start)),
+            tuple(map(operator.sub, self.stop, outer.start)),
         )
 
     def _same_dimensions(self, other: "Box") -> None:
@@ -78,11 +85,21 @@ class Box:
 def positions(*named: tuple[str, object]) -> None:
     """Refuse what is not a tuple of whole numbers, 0 or more."""
     for name, values in named:
-        if not isinstance(values, tuple) or not all(
-            isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            for value in values
-        ):
+        if not isinstance(values, tuple) or not all(map(_is_position, values)):
             raise ValueError(f"{name} must be a tuple of whole numbers >= 0, not {values!r}")
+
+
+def _is_position(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_bounds(start: tuple[int, ...], stop: tuple[int, ...]) -> None:
+    positions(("start", start), ("stop", stop))
+    if len(start) != len(stop):
+        raise ValueError(f"start={start} and stop={stop} differ in dimensions")
+    for low, high in zip(start, stop, strict=True):
+        if low > high:
+            raise ValueError(f"start={start} is past stop={stop}")
 
 
 def split_box(box: Box, max_elements: int) -> list[Box]:

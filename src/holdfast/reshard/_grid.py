@@ -1,13 +1,12 @@
 """Knows how a tensor is cut into a grid of cells. Knows not who holds or where lies a cell."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from holdfast.reshard._box import Box, positions
-from holdfast.reshard._runs import IndexRuns, Ints
+from holdfast.reshard._runs import IndexRuns, Ints, sums
 
 Cut = int | IndexRuns
 """How one dimension is cut: every ``step`` elements, or at these inner positions, which rise."""
@@ -72,15 +71,16 @@ class Grid:
             raise ValueError(f"{box} is not within shape={self.shape}")
         if box.is_empty:
             return
-        counts = self.counts
-        strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
-        spans = [
-            range(first * stride, last * stride, stride)
-            for stride, (first, last) in zip(
-                strides, map(self._touched, range(len(counts)), box.start, box.stop), strict=True
-            )
-        ]
-        yield from map(sum, itertools.product(*spans))
+        first_cell, stride = 0, 1
+        loops: list[range] = []
+        for dim in reversed(range(len(self.shape))):
+            first, last = self._touched(dim, box.start[dim], box.stop[dim])
+            if last - first == 1:
+                first_cell += first * stride
+            else:
+                loops.insert(0, range(first * stride, last * stride, stride))
+            stride *= _count(self.shape[dim], self.cuts[dim])
+        yield from sums(first_cell, loops)
 
     def _bounds(self, dim: int, index: int) -> tuple[int, int]:
         size, cut = self.shape[dim], self.cuts[dim]

@@ -93,6 +93,10 @@ class LeafList:
         ]
         return json.dumps([layouts, leaves], separators=(",", ":")).encode()
 
+    def digest(self) -> bytes:
+        """16 bytes; ranks with the same digest have the same list."""
+        return hashlib.blake2b(self.encode(), digest_size=16).digest()
+
     @classmethod
     def decode(cls, data: bytes) -> "LeafList":
         """The inverse of ``encode``; ``ValueError`` for any other bytes."""
@@ -114,11 +118,6 @@ class LeafList:
             )
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"these bytes are not a list of leaves: {error}") from error
-
-
-def leaf_list_digest(leaves: LeafList) -> bytes:
-    """16 bytes; ranks with the same digest have the same list."""
-    return hashlib.blake2b(leaves.encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
 """Knows where a box lies in the row-major bytes of another. Reads and copies nothing."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.reshard._box import Box
 from holdfast.reshard._mesh import Part, row_major
+from holdfast.reshard._runs import sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +74,9 @@ def row_runs(box: Box, within: Box, itemsize: int) -> ByteRuns:
     return ByteRuns(offset=start, nbytes=nbytes, counts=counts, strides=nested)
 
 
-def copy_runs(piece: Box, src: Box, dst: Box, itemsize: int) -> CopyRuns:
-    """How ``piece`` goes from the bytes of the box ``src`` to those of ``dst``; both contain it."""
-    return copy_to_part(piece, src, Part.alone(dst), itemsize)
-
-
 def copy_to_part(piece: Box, src: Box, dst: Part, itemsize: int) -> CopyRuns:
-    """As ``copy_runs``, into the array that ``dst`` is a part of."""
+    """How ``piece`` goes from the bytes of the box ``src`` to those of the array that ``dst`` is a
+    part of; both contain it."""
     inner = piece.relative_to(dst.box)
     local = Box(
         tuple(a + b for a, b in zip(inner.start, dst.local.start, strict=True)),
@@ -140,5 +136,4 @@ def _offsets(first: int, counts: tuple[int, ...], strides: tuple[int, ...]) -> I
     loops = [
         range(0, count * stride, stride) for count, stride in zip(counts, strides, strict=True)
     ]
-    for steps in itertools.product(*loops):
-        yield first + sum(steps)
+    yield from sums(first, loops)

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,10 @@ class IndexRuns:
     @classmethod
     def of(cls, values: Ints | list[int] | tuple[int, ...]) -> "IndexRuns":
         """``values`` as few runs, found greedily from the left."""
+        if len(values) <= 2:  # noqa: PLR2004 -- always one run, or none
+            few = tuple(int(value) for value in values)
+            step = few[-1] - few[0] if few else 0
+            return cls(runs=((few[0], step, len(few)),) if few else ())
         array = np.asarray(values, dtype=np.int64)
         steps = np.diff(array)
         turns = np.flatnonzero(np.diff(steps)) + 1
@@ -94,6 +98,19 @@ class IndexRuns:
         for first, step, count in self.runs:
             for index in range(count):
                 yield first + step * index
+
+
+def sums(first: int, loops: Sequence[range]) -> Iterator[int]:
+    """``first`` plus one number of each loop, the last loop running fastest; takes no memory,
+    where ``itertools.product`` keeps every loop as a tuple."""
+    if not loops:
+        yield first
+    elif len(loops) == 1:
+        for step in loops[0]:
+            yield first + step
+    else:
+        for step in loops[0]:
+            yield from sums(first + step, loops[1:])
 
 
 def _first(run: tuple[int, int, int]) -> int:

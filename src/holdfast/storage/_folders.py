@@ -19,13 +19,23 @@ _Inode = tuple[int, int]
 
 
 @contextlib.contextmanager
-def translated(doing: str, path: str) -> Iterator[None]:
-    """Turn an ``OSError`` of the block into the ``StorageError`` that says the same."""
+def translated(doing: str, path: str, *, writing: bool = False) -> Iterator[None]:
+    """Turn an ``OSError`` of the block into the ``StorageError`` that says the same.
+
+    A file that is gone is no object that is missing if it was our own, being written.
+    """
     try:
         yield
     except StorageError:  # some of ours are FileNotFoundErrors too
         raise
     except OSError as error:
+        if writing and error.errno == errno.ENOENT:
+            raise StorageError(
+                f"could not {doing}: its hidden file or its folder was removed while it was being "
+                "written, by a sweep or by hand; nothing that was stored before is harmed, write "
+                "it again and sweep with a longer age",
+                path=path,
+            ) from error
         raise storage_error(error, doing, path) from error
 
 

@@ -39,7 +39,8 @@ def limited(
     size is known.
 
     An object that is replaced while ``read_into`` is between two of its pieces is a
-    ``TransientStorageError``, not a mixture. Names, sizes and listings are not counted.
+    ``TransientStorageError``, not a mixture, unless its version is what it was once all are read:
+    an object store gives equal bytes the same one. Names, sizes and listings are not counted.
     """
     clock = SystemClock() if clock is None else _checks.clock("clock", clock)
     reads = _bucket("read_bytes_per_s", read_bytes_per_s, clock)

@@ -10,25 +10,25 @@ and the caller writes another.
 """
 
 import contextlib
-import errno
 import os
 import stat as modes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast import _checks
 from holdfast.contracts import Data, ObjectInfo, ReadRange
 from holdfast.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StorageError
+from holdfast.storage._file_sink import FileSink
 from holdfast.storage._folders import Folders, sync, translated
-from holdfast.storage._new_file import RESERVED, NewFile, hidden_files
-from holdfast.storage._ordered import OrderedWriter
+from holdfast.storage._new_file import RESERVED, NewFile
+from holdfast.storage._ordered import OrderedWriter, announced
 from holdfast.storage._ranges import check_ranges, small
+from holdfast.storage._root_lock import RootLock
 from holdfast.storage._streams import Buffers, WriteStream, read_ranges, write_all
 from holdfast.storage._system import System
+from holdfast.storage._tree import listed, object_info, swept
 
-_LOCK = f"{RESERVED}.lock"
 _DIRECT_FROM_BYTES = 1024 * 1024
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
 class LocalStorage:
@@ -36,9 +36,10 @@ class LocalStorage:
 
     Large objects are written and read past the page cache where the filesystem allows it.
     Symbolic links inside the root are not followed. Files are made readable as the umask allows
-    and writable by their owner alone. ``replace`` compares under a lock on the root that every
-    ``LocalStorage`` of that root respects, in any process; where the filesystem has no locks it
-    raises ``StorageError``. A name is either an object or a folder of objects.
+    and writable by their owner alone. ``replace``, and ``delete`` of one version, compare under a
+    lock on the root that every ``LocalStorage`` of that root respects, in any process; where the
+    filesystem has no locks they raise ``StorageError``. A name is either an object or a folder of
+    objects. A writer that is forgotten is aborted when it is collected, or the interpreter ends.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, system: System | None = None) -> None:
@@ -48,6 +49,7 @@ class LocalStorage:
         self._root = Path(path).resolve()
         self._system = System() if system is None else system
         self._folders = Folders(self._root, self._system)
+        self._lock = RootLock(self._system, self._folders, self.url)
         self._buffers = Buffers()
 
     @property
@@ -56,10 +58,9 @@ class LocalStorage:
 
     def open_writer(self, key: str, *, size_bytes: int | None = None) -> OrderedWriter:
         parts, name = _place(key)
-        if size_bytes is not None:
-            _checks.count("size_bytes", size_bytes, least=0)
+        announced(size_bytes)
         direct = size_bytes is None or size_bytes >= _DIRECT_FROM_BYTES
-        with translated("write the object", key):
+        with translated("write the object", key, writing=True):
             file = NewFile(self._system, self._folders, parts, direct=direct)
             try:
                 self._system.allocate(file.fd, size_bytes or 0)
@@ -67,24 +68,24 @@ class LocalStorage:
                 file.close()
                 raise
         stream = WriteStream(self._system, file.fd, direct=file.direct, buffers=self._buffers)
-        sink = _FileSink(
-            key, file, stream, publish=lambda: _info(key, file.publish(name, self._lock))
+        sink = FileSink(
+            key, file, stream, publish=lambda: object_info(key, file.publish(name, self._lock.held))
         )
         return OrderedWriter(key, sink, size_bytes=size_bytes)
 
     def create(self, key: str, data: Data) -> ObjectInfo:
         _, name = _place(key)
-        with self._written(key, data) as file, translated("create the object", key):
+        with self._written(key, data) as file, translated("create the object", key, writing=True):
             try:
-                return _info(key, file.publish_new(name, self._needed_lock))
+                return object_info(key, file.publish_new(name, self._lock.needed))
             except FileExistsError:
                 raise ObjectExistsError("the key is taken", path=key) from None
 
     def replace(self, key: str, data: Data, expected: str) -> ObjectInfo:
         _, name = _place(key)
         self._check_version(key, expected)  # before anything is written for nothing
-        with self._written(key, data) as file, translated("replace the object", key):
-            return _info(key, file.publish(name, lambda: self._unchanged(key, expected)))
+        with self._written(key, data) as file, translated("replace the object", key, writing=True):
+            return object_info(key, file.publish(name, lambda: self._unchanged(key, expected)))
 
     def read(self, key: str) -> bytes:
         with self._opened(key, direct=True) as (fd, direct, info):
@@ -98,22 +99,19 @@ class LocalStorage:
             self._fill(key, fd, ranges, direct=direct)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        parts = tuple(prefix.split("/")[:-1])
-        if any(part in {"", ".", ".."} or part.startswith(RESERVED) for part in parts):
-            return iter(())
         with translated("list the storage", prefix):
-            return iter([*self._listed(parts, prefix)])
+            return iter([*listed(self._folders, prefix)])
 
     def stat(self, key: str) -> ObjectInfo:
         with self._opened(key) as (_, _, info):
             return info
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, expected: str | None = None) -> None:
         parts, name = _place(key)
         with translated("delete the object", key):
             try:
                 with self._folders.existing(parts) as folder:
-                    self._delete(name, folder)
+                    self._delete(key, name, folder, expected)
                     sync(self._system, folder)  # also if another removed it, and then died
             except (FileNotFoundError, NotADirectoryError):
                 return
@@ -135,17 +133,17 @@ class LocalStorage:
                 now_ns = os.fstat(probe.fd).st_mtime_ns
             finally:
                 probe.close()
-            return self._swept((), now_ns - int(older_than_s * 1e9))
+            return swept(self._system, self._folders, now_ns - int(older_than_s * 1e9))
 
     @contextlib.contextmanager
     def _written(self, key: str, data: Data) -> Iterator[NewFile]:
         """A sealed file of ``data`` beside where the object is to be."""
         view = small(_checks.data("data", data), key)
         parts, _ = _place(key)
-        with translated("write the object", key):
+        with translated("write the object", key, writing=True):
             file = NewFile(self._system, self._folders, parts, direct=False)
         try:
-            with translated("write the object", key):
+            with translated("write the object", key, writing=True):
                 write_all(self._system, file.fd, view, 0)
                 file.seal(len(view))
             yield file
@@ -168,7 +166,7 @@ class LocalStorage:
                 raise ObjectNotFoundError("there is no such object", path=key)
             if not modes.S_ISREG(found.st_mode):
                 raise StorageError("this is no plain file", path=key)
-            yield fd, direct, _info(key, found)
+            yield fd, direct, object_info(key, found)
         finally:
             self._system.close(fd)
 
@@ -185,114 +183,22 @@ class LocalStorage:
                 ) from error
 
     def _check_version(self, key: str, expected: str) -> None:
-        found = self.stat(key).version
-        if found != expected:
-            raise ObjectChangedError(f"expected version {expected}, found {found}", path=key)
-
-    def _delete(self, name: str, folder: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if not modes.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-                with self._lock():
-                    self._system.unlink(name, folder)
+        _require(key, self.stat(key).version, expected)
 
     @contextlib.contextmanager
     def _unchanged(self, key: str, expected: str) -> Iterator[None]:
-        with self._needed_lock():
+        with self._lock.needed():
             self._check_version(key, expected)
             yield
 
-    @contextlib.contextmanager
-    def _lock(self, *, needed: bool = False) -> Iterator[None]:
-        """Keep out of a comparison under way. Where there are no locks there are no comparisons,
-        so whoever needs none goes on without."""
-        with self._lock_file() as fd, contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self._system.locked(fd))
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                if needed:
-                    raise StorageError(
-                        "this filesystem has no locks, and without one nothing can be compared "
-                        f"and replaced in one step ({error.strerror})",
-                        path=self.url,
-                    ) from error
-            yield
-
-    def _needed_lock(self) -> contextlib.AbstractContextManager[None]:
-        return self._lock(needed=True)
-
-    @contextlib.contextmanager
-    def _lock_file(self) -> Iterator[int]:
-        with self._folders.existing(()) as root:
-            fd = self._system.open_lock(_LOCK, root)
-        try:
-            yield fd
-        finally:
-            self._system.close(fd)
-
-    def _listed(self, parts: tuple[str, ...], prefix: str) -> Iterator[ObjectInfo]:
-        above = "".join(f"{part}/" for part in parts)
-        try:
-            with self._folders.existing(parts) as folder, os.scandir(folder) as scanned:
-                entries = [(entry, _is_folder(entry)) for entry in scanned]
-                found = [(e, f, None if f else _stat(e)) for e, f in entries]
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        found.sort(key=lambda item: f"{item[0].name}/" if item[1] else item[0].name)
-        for entry, is_folder, status in found:
-            key = f"{above}{entry.name}"
-            if entry.name.startswith(RESERVED):
-                continue
-            if is_folder and (f"{key}/".startswith(prefix) or prefix.startswith(f"{key}/")):
-                yield from self._listed((*parts, entry.name), prefix)
-            elif status is not None and key.startswith(prefix):
-                yield _info(key, status)
-
-    def _swept(self, parts: tuple[str, ...], before_ns: int) -> int:
-        removed = 0
-        try:
-            with self._folders.existing(parts) as folder:
-                for entry in [*hidden_files(folder)]:
-                    status = _stat(entry)
-                    if status is not None and status.st_mtime_ns <= before_ns:
-                        self._system.unlink(entry.name, folder)
-                        removed += 1
-                with os.scandir(folder) as scanned:
-                    inner = [entry.name for entry in scanned if _is_folder(entry)]
-        except FileNotFoundError:
-            return removed
-        removed += sum(self._swept((*parts, name), before_ns) for name in inner)
-        self._folders.remove_empty(parts)
-        return removed
-
-
-class _FileSink:
-    """One object's way to its file. See ``_ordered.Sink``."""
-
-    def __init__(
-        self, key: str, file: NewFile, stream: WriteStream, *, publish: Callable[[], ObjectInfo]
-    ) -> None:
-        self._key = key
-        self._file = file
-        self._stream = stream
-        self._publish = publish
-
-    def append(self, data: memoryview) -> None:
-        with translated("write the object", self._key):
-            self._stream.append(data)
-
-    def publish(self) -> ObjectInfo:
-        with translated("write the object", self._key):
-            self._file.seal(self._stream.finish())
-            info = self._publish()
-            self._file.close()
-            return info
-
-    def discard(self) -> None:
-        self._stream.close()
-        with translated("remove what was written", self._key):
-            self._file.close()
+    def _delete(self, key: str, name: str, folder: int, expected: str | None) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if modes.S_ISDIR(_look(name, folder).st_mode):
+                return
+            with self._lock.held(needed=expected is not None):
+                if expected is not None:
+                    _require(key, object_info(key, _look(name, folder)).version, expected)
+                self._system.unlink(name, folder)
 
 
 def _place(key: str) -> tuple[tuple[str, ...], str]:
@@ -303,20 +209,10 @@ def _place(key: str) -> tuple[tuple[str, ...], str]:
     return tuple(parts), name
 
 
-def _info(key: str, found: os.stat_result) -> ObjectInfo:
-    version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
-    modified_s = found.st_mtime_ns / 1e9
-    return ObjectInfo(key=key, size_bytes=found.st_size, version=version, modified_s=modified_s)
+def _look(name: str, folder: int) -> os.stat_result:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)
-
-
-def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """What the file is, or ``None`` if it is no plain file or is gone."""
-    try:
-        found = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return found if modes.S_ISREG(found.st_mode) else None
+def _require(key: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise ObjectChangedError(f"expected version {expected}, found {found}", path=key)

@@ -42,11 +42,7 @@ class MemoryStorage:
     def replace(self, key: str, data: Data, expected: str) -> ObjectInfo:
         stored = small(_checks.data("data", data), _checks.key("key", key)).tobytes()
         with self._lock:
-            _, info = self._get(key)
-            if info.version != expected:
-                raise ObjectChangedError(
-                    f"expected version {expected}, found {info.version}", path=key
-                )
+            self._check_version(key, expected)
             return self._put(key, stored)
 
     def read(self, key: str) -> bytes:
@@ -72,9 +68,11 @@ class MemoryStorage:
         with self._lock:
             return self._get(key)[1]
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, expected: str | None = None) -> None:
         _checks.key("key", key)
         with self._lock:
+            if expected is not None and key in self._objects:
+                self._check_version(key, expected)
             self._objects.pop(key, None)
 
     def free_bytes(self) -> int | None:
@@ -93,6 +91,11 @@ class MemoryStorage:
             return self._objects[key]
         except KeyError:
             raise ObjectNotFoundError("there is no such object", path=key) from None
+
+    def _check_version(self, key: str, expected: str) -> None:
+        found = self._get(key)[1].version
+        if found != expected:
+            raise ObjectChangedError(f"expected version {expected}, found {found}", path=key)
 
     def _put(self, key: str, data: bytes) -> ObjectInfo:
         info = ObjectInfo(

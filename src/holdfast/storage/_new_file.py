@@ -24,12 +24,16 @@ Lock = Callable[[], AbstractContextManager[None]]
 
 
 class NewFile:
-    """Open from the start; ``close`` removes what was not published. Used by one thread."""
+    """Open from the start; ``close`` removes what was not published. Used by one thread.
+
+    Only the process that made the file removes it: a forked one has but copies of descriptors.
+    """
 
     def __init__(
         self, system: System, folders: Folders, parts: Sequence[str], *, direct: bool
     ) -> None:
         self._system = system
+        self._process = os.getpid()
         self._hidden: str | None = f"{RESERVED}-{secrets.token_hex(8)}.tmp"
         for attempt in range(_ATTEMPTS):
             self._folder = folders.open_made(parts)
@@ -61,10 +65,10 @@ class NewFile:
     def publish(self, name: str, lock: Lock) -> os.stat_result:
         """Give the sealed file its name under ``lock``, in place of what has it now. Durable on
         return."""
-        assert self._hidden is not None  # noqa: S101 -- for mypy
+        hidden = self._hidden_name()
         with lock():
             try:
-                self._system.rename(self._hidden, name, self._folder)
+                self._system.rename(hidden, name, self._folder)
             except OSError:
                 if not self._has(name):
                     raise
@@ -77,17 +81,21 @@ class NewFile:
 
         A link does that in one step. Where there are no links, look and rename under ``lock``.
         """
-        assert self._hidden is not None  # noqa: S101 -- for mypy
         try:
-            self._system.link(self._hidden, name, self._folder)
+            self._system.link(self._hidden_name(), name, self._folder)
         except OSError as error:
             if not self._has(name):
                 if error.errno not in _NO_LINKS:
                     raise
                 return self.publish(name, lambda: self._free(name, lock))
-        self._remove_hidden()
+        self.remove_hidden()
         sync(self._system, self._folder)
         return os.fstat(self.fd)
+
+    def _hidden_name(self) -> str:
+        if self._hidden is None:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed before it got its name")
+        return self._hidden
 
     def _has(self, name: str) -> bool:
         """Whether the file got this name, though the call that was to give it failed.
@@ -114,17 +122,20 @@ class NewFile:
         if self.fd < 0:
             return
         try:
-            self._remove_hidden()
+            self.remove_hidden()
         finally:
             fd, self.fd = self.fd, -1
             self._system.close(fd)
             self._system.close(self._folder)
 
-    def _remove_hidden(self) -> None:
-        """What cannot be removed is seen by nobody and swept one day: it must neither undo a
-        publication nor hide the error that made the file useless."""
+    def remove_hidden(self) -> None:
+        """Remove the file unless it was published, and leave it open. Idempotent.
+
+        What cannot be removed is seen by nobody and swept one day: it must neither undo a
+        publication nor hide the error that made the file useless.
+        """
         hidden, self._hidden = self._hidden, None
-        if hidden is None:
+        if hidden is None or os.getpid() != self._process:
             return
         try:
             self._system.unlink(hidden, self._folder)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import obstore
@@ -21,8 +20,8 @@ from holdfast.errors import (
 from holdfast.storage import _object_errors
 from holdfast.storage._multipart import UploadSink
 from holdfast.storage._object_errors import translated
-from holdfast.storage._object_reads import fetch_all
-from holdfast.storage._ordered import OrderedWriter
+from holdfast.storage._object_reads import Fetched, PastTheEndError, fetch_all, replaced
+from holdfast.storage._ordered import OrderedWriter, announced
 from holdfast.storage._ranges import check_ranges, small
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 _LIST_CHUNK = 1000
 _ANY_SIZE = 2**63
+_UNKNOWN_TIME_S = 0.0
 _PROCESS = os.getpid()
 
 
@@ -39,7 +39,10 @@ class ObjectStorage:
 
     Every method is one request, plus one that asks for the time of what was written; nothing is
     tried again here. ``create`` and ``replace`` are the store's own conditional puts. A
-    ``TransientStorageError`` from them leaves open whether they took effect.
+    ``TransientStorageError`` from them leaves open whether they took effect. If what was just
+    written is deleted before its time can be asked, the write has worked all the same: its
+    ``modified_s`` is then 0.0, as old as can be, since no clock but the store's would be true.
+    obstore cannot delete one version of an object, so ``delete`` with ``expected`` is refused.
 
     Versions are ETags: most stores give equal bytes the same one. Large objects are uploaded in
     parts while they are written; parts of a writer that failed or was aborted are removed at
@@ -65,8 +68,7 @@ class ObjectStorage:
 
     def open_writer(self, key: str, *, size_bytes: int | None = None) -> OrderedWriter:
         path = self._path(key)
-        if size_bytes is not None:
-            _checks.count("size_bytes", size_bytes, least=0)
+        announced(size_bytes)
 
         def put(data: bytearray) -> "PutResult":
             with translated("write the object", key):
@@ -132,19 +134,24 @@ class ObjectStorage:
         if not all(wanted.into.nbytes for wanted in ranges) or not ranges:
             check_ranges(ranges, self.stat(key).size_bytes, key)
 
-        def fetch(start: int, stop: int) -> memoryview:
-            with translated("read the object", key):
-                try:
-                    body = obstore.get_range(self._store, path, start=start, end=stop)
-                except Exception as error:
-                    if _object_errors.status(error) != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                        raise
-                    raise _past_the_end(key, start, stop) from error
-            if len(body) != stop - start:
-                raise _past_the_end(key, start, stop)
-            return memoryview(body)
+        def fetch(start: int, stop: int) -> Fetched:
+            try:
+                with translated("read the object", key):
+                    found = obstore.get(self._store, path, options={"range": (start, stop)})
+                    version = _version(found.meta["e_tag"])
+                    return Fetched(body=memoryview(found.bytes()), version=version)
+            except StorageError as error:
+                if _object_errors.says_past_the_end(error.__cause__):
+                    raise PastTheEndError from error
+                raise
 
-        fetch_all(ranges, fetch)
+        try:
+            fetch_all(ranges, fetch, key)
+        except PastTheEndError as error:
+            found = self.stat(key)
+            if error.versions <= {found.version}:
+                check_ranges(ranges, found.size_bytes, key)
+            raise replaced(key) from error
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         _refuse_after_fork(prefix)
@@ -161,8 +168,14 @@ class ObjectStorage:
         with translated("look at the object", key):
             return _info(key, obstore.head(self._store, path))
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, expected: str | None = None) -> None:
         path = self._path(key)
+        if expected is not None:
+            raise StorageError(
+                "one version of an object cannot be deleted in an object store: obstore deletes "
+                "whatever is there; nothing was removed",
+                path=key,
+            )
         try:
             with translated("delete the object", key):
                 obstore.delete(self._store, path)
@@ -202,9 +215,14 @@ class ObjectStorage:
 
     def _written(self, key: str, size: int, result: "PutResult") -> ObjectInfo:
         """What was just put. Its version is the put's own, also if another has followed it."""
-        found = self.stat(key)
-        version = found.version if result["e_tag"] is None else _version(result["e_tag"])
-        return ObjectInfo(key=key, size_bytes=size, version=version, modified_s=found.modified_s)
+        try:
+            found = self.stat(key)
+        except ObjectNotFoundError:
+            version, modified_s = _version(result["e_tag"]), _UNKNOWN_TIME_S
+        else:
+            version = found.version if result["e_tag"] is None else _version(result["e_tag"])
+            modified_s = found.modified_s
+        return ObjectInfo(key=key, size_bytes=size, version=version, modified_s=modified_s)
 
     def _update(self, key: str, expected: str) -> "UpdateVersion":
         """The condition under which the store replaces the object."""
@@ -242,10 +260,6 @@ def _version(e_tag: str | None) -> str:
 
 def _e_tag(version: str) -> str:
     return version if version.startswith("W/") else f'"{version}"'
-
-
-def _past_the_end(key: str, start: int, stop: int) -> StorageError:
-    return StorageError(f"bytes {start} to {stop} are not inside the object", path=key)
 
 
 def _refuse_after_fork(key: str) -> None:

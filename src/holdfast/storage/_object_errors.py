@@ -52,6 +52,11 @@ def says_taken(error: BaseException) -> bool:
     return status(error) != HTTPStatus.CONFLICT or _code(error) in _TAKEN
 
 
+def says_past_the_end(error: BaseException | None) -> bool:
+    """Whether a refused read asked for bytes that the object does not have."""
+    return error is not None and status(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+
+
 @contextlib.contextmanager
 def translated(doing: str, key: str) -> Iterator[None]:
     """Raise what obstore raises as a ``StorageError`` about ``key``."""

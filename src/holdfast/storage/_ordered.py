@@ -22,6 +22,12 @@ class Sink(Protocol):
         ``publish`` or after one that failed."""
 
 
+def announced(size_bytes: int | None) -> int | None:
+    """``size_bytes``, or ``ValueError`` unless it can be the size of an object. For backends that
+    use it before there is a writer, which checks it too."""
+    return None if size_bytes is None else _checks.count("size_bytes", size_bytes, least=0)
+
+
 class OrderedWriter:
     """``contracts.ObjectWriter`` over a ``Sink``.
 
@@ -32,7 +38,7 @@ class OrderedWriter:
     def __init__(self, key: str, sink: Sink, *, size_bytes: int | None = None) -> None:
         self._key = key
         self._sink: Sink | None = sink
-        self._size = size_bytes
+        self._size = announced(size_bytes)
         self._end = 0
         self._early: dict[int, bytes] = {}
         self._early_bytes = 0

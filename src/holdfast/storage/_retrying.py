@@ -30,6 +30,9 @@ def retrying(
     caller's along with them. And a refused call may have taken effect, if the object was
     replaced or deleted right after: nobody can tell.
 
+    A ``delete`` that is tried again and finds nothing has succeeded; one of an ``expected`` version
+    that finds another raises ``ObjectChangedError``, whoever removed the one that was expected.
+
     A listing goes on after the last entry it gave. ``sweep`` returns what its last attempt
     removed. A writer's bytes are gone once written, so ``write_at`` and ``finish`` are not
     tried again: whoever has the bytes opens another writer.

@@ -52,6 +52,9 @@ class WriteStream:
 
     The first buffer that fills starts the threads, so small files cost none. An error of theirs
     is raised by the next call.
+
+    The threads are daemons, or a writer that somebody forgot would keep the interpreter from
+    ending. Whoever finishes waits for them, so none is stopped in the middle of its work.
     """
 
     def __init__(self, system: System, fd: int, *, direct: bool, buffers: Buffers) -> None:
@@ -66,6 +69,7 @@ class WriteStream:
         self._work: queue.SimpleQueue[tuple[Buffer, int] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []
+        self._last_will: tuple[threading.Thread, Callable[[], None]] | None = None
 
     def append(self, data: memoryview) -> None:
         taken = 0
@@ -84,6 +88,7 @@ class WriteStream:
 
     def finish(self) -> int:
         """Write what is left and wait for the threads. Returns the number of bytes appended."""
+        self._raise_error()
         size = self._offset
         if self._current is not None:
             size += self._filled
@@ -94,9 +99,29 @@ class WriteStream:
 
     def close(self) -> None:
         """Stop the threads; what was not written is dropped. Idempotent."""
-        self._errors.append(InterruptedError("dropped"))  # the threads write no more
+        self.refuse()
         self._stop_threads()
         self._current = None
+
+    def refuse(self) -> None:
+        """Write nothing more, without waiting for what is being written."""
+        self._errors.append(OSError(errno.ECANCELED, "the writer was given up"))
+
+    def abandon(self, then: Callable[[], None]) -> None:
+        """``close`` a stream that nobody uses any more, and do ``then``.
+
+        Garbage is collected in any thread, in one of the stream's own too. That one cannot wait
+        for itself: it ends what it is writing, and does ``then`` as its last.
+        """
+        this = threading.current_thread()
+        if this not in self._threads:
+            self.close()
+            then()
+            return
+        self.refuse()
+        self._last_will = this, then
+        for _ in self._threads:
+            self._work.put(None)
 
     def _hand_over(self) -> None:
         buffer, self._current = self._current, None
@@ -110,7 +135,7 @@ class WriteStream:
         self._offset += BUFFER_BYTES
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._write_from_queue, name="holdfast-write")
+        thread = threading.Thread(target=self._write_from_queue, name="holdfast-write", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no thread is to be had, as while the interpreter exits
@@ -120,6 +145,10 @@ class WriteStream:
     def _write_from_queue(self) -> None:
         while (work := self._work.get()) is not None:
             self._write_buffer(*work)
+        if self._last_will is not None and self._last_will[0] is threading.current_thread():
+            self._threads.remove(self._last_will[0])
+            self._stop_threads()
+            self._last_will[1]()
 
     def _write_buffer(self, buffer: Buffer, offset: int) -> None:
         try:

@@ -93,9 +93,11 @@ class System:
         """Reserve room where the filesystem can; ENOSPC where there is none. Never by writing."""
         if _fallocate is None or not size:
             return
-        if _fallocate(fd, 0, 0, size) != 0:
+        while _fallocate(fd, 0, 0, size) != 0:
             code = ctypes.get_errno()
-            if code not in _NOT_OFFERED:
+            if code in _NOT_OFFERED:
+                return
+            if code != errno.EINTR:
                 raise OSError(code, os.strerror(code))
 
     def truncate(self, fd: int, size: int) -> None:

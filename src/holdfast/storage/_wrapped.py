@@ -64,8 +64,9 @@ class WrappedStorage:
     def stat(self, key: str) -> ObjectInfo:
         return self._through("stat", key, functools.partial(self._inner.stat, key))
 
-    def delete(self, key: str) -> None:
-        self._through("delete", key, functools.partial(self._inner.delete, key))
+    def delete(self, key: str, *, expected: str | None = None) -> None:
+        call = functools.partial(self._inner.delete, key, expected=expected)
+        self._through("delete", key, call)
 
     def free_bytes(self) -> int | None:
         return self._through("free_bytes", None, self._inner.free_bytes)

@@ -80,7 +80,8 @@ class FaultyStorage(WrappedStorage):
     half of them after they took effect; with ``flip_rate`` a read is that often one bit wrong.
     ``rng`` decides, and its seed is in the error. Delays are slept on ``clock``.
 
-    A fault fires once; of two for the same call the first does.
+    A fault fires once; of two for the same call the first does. Every call is noted in ``calls``
+    for as long as the storage lives, some hundred bytes each: it is for tests, not for a service.
     """
 
     def __init__(

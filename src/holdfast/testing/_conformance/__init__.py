@@ -3,6 +3,7 @@
 Each module tests one part of ``contracts.Storage``; this one puts them together.
 """
 
+from holdfast.testing._conformance._deleting import DeletingTests
 from holdfast.testing._conformance._keys import KeyTests
 from holdfast.testing._conformance._listing import ListingTests
 from holdfast.testing._conformance._pieces import PieceTests
@@ -15,7 +16,14 @@ __all__ = ["StorageConformance"]
 
 
 class StorageConformance(
-    WritingTests, PieceTests, SmallObjectTests, ReadingTests, ListingTests, KeyTests, UpkeepTests
+    WritingTests,
+    PieceTests,
+    SmallObjectTests,
+    ReadingTests,
+    ListingTests,
+    KeyTests,
+    DeletingTests,
+    UpkeepTests,
 ):
     """pytest tests for every sentence of ``contracts.Storage`` and ``ObjectWriter``.
 
@@ -27,5 +35,6 @@ class StorageConformance(
                 return MyStorage(tmp_path)
 
     A storage that must be closed overrides the fixture ``storage`` instead. For a slow one,
-    lower ``random_examples``, ``many_objects``, ``many_ranges`` and ``large_bytes``.
+    lower ``random_examples``, ``many_objects``, ``many_ranges`` and ``large_bytes``. A storage
+    that cannot delete one version of an object passes, if it says so and removes nothing.
     """

@@ -57,6 +57,7 @@ class KeyTests(Tests):
             lambda: storage.read_into(key, [ReadRange(start=0, into=memoryview(bytearray(1)))]),
             lambda: storage.stat(key),
             lambda: storage.delete(key),
+            lambda: storage.delete(key, expected="1"),
         ]
         for use in uses:
             with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the key is looked for below

@@ -131,6 +131,13 @@ class PieceTests(Tests):
         assert storage.read("old") == b"old"
         require_absent(storage, "new")
 
+    @pytest.mark.parametrize("wrong", [-1, True, 1.5, "3"])
+    def test_what_cannot_be_a_size_is_refused(self, storage: Storage, wrong: int) -> None:
+        with pytest.raises(ValueError, match="size_bytes"):
+            storage.open_writer("a", size_bytes=wrong)
+        assert storage.sweep(0) == 0
+        require_absent(storage, "a")
+
     def test_a_negative_offset_is_refused(self, storage: Storage) -> None:
         with storage.open_writer("a") as writer, pytest.raises(ValueError, match="-1"):
             writer.write_at(-1, b"x")

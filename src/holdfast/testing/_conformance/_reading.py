@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.contracts import ReadRange, Storage
-from holdfast.errors import ObjectNotFoundError, StorageError
+from holdfast.errors import ObjectNotFoundError, StorageError, TransientStorageError
 from holdfast.testing._conformance._shared import (
     THREADS,
     Tests,
@@ -19,6 +19,7 @@ from holdfast.testing._conformance._shared import (
     pattern,
     put,
     require_bytes,
+    while_others,
 )
 
 MARK = 0xA5
@@ -148,3 +149,21 @@ class ReadingTests(Tests):
         for n, result in enumerate(results):
             assert not isinstance(result, Exception), result
             require_bytes(result[0], data[n * share : (n + 1) * share])
+
+    def test_all_ranges_of_one_call_are_of_one_version(self, storage: Storage) -> None:
+        far_apart = 1_500_000
+        spans = [(n * far_apart, 1000) for n in range(4)]
+        size = spans[-1][0] + 1000
+        put(storage, "k", b"a" * size)
+
+        def read() -> None:
+            try:
+                found = filled(storage, "k", spans)
+            except TransientStorageError:
+                return
+            assert len(set(b"".join(found))) == 1, "bytes of two versions"
+
+        def write(n: int) -> None:
+            put(storage, "k", b"%c" % (ord("a") + n % 2) * size)
+
+        while_others(write, read, times=self.random_examples)

@@ -1,4 +1,4 @@
-"""Tests of the rest: delete, room left, sweeping, times, where the storage is, and many threads."""
+"""Tests of the rest: room left, sweeping, times, where the storage is, and many threads."""
 
 # ruff: noqa: S101 -- tests, though they are shipped
 
@@ -9,50 +9,10 @@ import random
 import pytest
 
 from holdfast.contracts import Storage
-from holdfast.testing._conformance._shared import (
-    THREADS,
-    Tests,
-    at_once,
-    pattern,
-    put,
-    require_absent,
-    require_same,
-)
+from holdfast.testing._conformance._shared import THREADS, Tests, at_once, pattern, put
 
 
 class UpkeepTests(Tests):
-    def test_a_deleted_object_is_gone_and_its_neighbours_are_not(self, storage: Storage) -> None:
-        keys = ["a/b", "a/bb", "a/c", "ab", "d"]
-        for key in keys:
-            storage.create(key, key.encode())
-        for key in ("a/b", "d"):
-            storage.delete(key)
-            require_absent(storage, key)
-        left = ["a/bb", "a/c", "ab"]
-        assert [info.key for info in storage.list()] == left
-        assert [storage.read(key) for key in left] == [key.encode() for key in left]
-
-    def test_deleting_what_is_not_there_does_nothing(self, storage: Storage) -> None:
-        before = storage.create("a/b", b"kept")
-        for missing in ("gone", "a", "a/b/c", "gone/too"):
-            storage.delete(missing)
-            storage.delete(missing)
-        require_same(storage.stat("a/b"), before)
-        storage.delete("a/b")
-        storage.delete("a/b")
-        assert list(storage.list()) == []
-
-    def test_a_key_is_free_for_anything_once_what_was_below_it_is_deleted(
-        self, storage: Storage
-    ) -> None:
-        storage.create("a/b/c", b"")
-        storage.delete("a/b/c")
-        storage.create("a", b"now an object")
-        assert storage.read("a") == b"now an object"
-        storage.delete("a")
-        put(storage, "a/b", b"and again")
-        assert [info.key for info in storage.list()] == ["a/b"]
-
     def test_room_left_is_a_number_or_unknown(self, storage: Storage) -> None:
         free = storage.free_bytes()
         assert free is None or free >= 0
