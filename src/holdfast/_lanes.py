@@ -32,22 +32,25 @@ def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
         with lock:
             return None if errors else next(items, None)
 
-    threads = _started(lane, lanes - 1 if len(head) > 1 else 0)
+    threads: list[threading.Thread] = []
+    try:
+        _start(threads, lane, lanes - 1 if len(head) > 1 else 0)
+    except BaseException as error:  # noqa: BLE001 -- an interrupt; those that run must end first
+        errors.append(error)
     lane()
     for thread in threads:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
     if errors:
         raise errors[0]
 
 
-def _started(lane: Callable[[], None], count: int) -> list[threading.Thread]:
-    """As many threads as are to be had: there are none while the interpreter exits."""
-    threads = []
+def _start(threads: list[threading.Thread], lane: Callable[[], None], count: int) -> None:
+    """Start as many threads as are to be had: there are none while the interpreter exits."""
     for _ in range(count):
         thread = threading.Thread(target=lane, name="holdfast-lane")
+        threads.append(thread)
         try:
             thread.start()
         except RuntimeError:
-            break
-        threads.append(thread)
-    return threads
+            return

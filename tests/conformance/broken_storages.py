@@ -321,8 +321,12 @@ class TestDeleteLooksThenRemoves(Suite):
         def delete(self, key, *, expected=None):
             if expected is not None and self.stat(key).version != expected:
                 raise ObjectChangedError("changed", path=key)
-            time.sleep(0.01)
+            time.sleep(0.03)
             super().delete(key)
+
+        def _publish(self, key, data):
+            time.sleep(0.01)  # so that the deleter has looked by then
+            return super()._publish(key, data)
 
 
 class TestDeleteAndReplaceBothWin(Suite):

@@ -70,7 +70,11 @@ def test_names_are_taken_once_overwritten_on_request_and_deleted(storage):
     assert_same(catalog.read("step_1"), state(1))
     assert len([*storage.list("step_1/shard-")]) == 1
     catalog.delete("step_1")
-    assert [*storage.list()] == []
+    assert catalog.list() == []
+    # The tombstone stays: an object store cannot delete one version of it.
+    assert [info.key for info in storage.list()] == ["step_1/metadata.json"]
+    catalog.write("step_1", state(2))
+    assert_same(catalog.read("step_1"), state(2))
 
 
 def test_of_writers_at_the_same_time_one_commits(storage):

@@ -296,7 +296,7 @@ def test_a_renewal_that_fails_is_tried_again_and_does_not_stop_the_save():
     state = {"x": np.zeros(1 << 20)}
     catalog = Catalog(Observed(inner, before=fail), clock=clock)
     catalog.write("a", state, progress=lambda _: clock.sleep(10))
-    assert renewals[:5] == [150, 190, 230, 270, 420]
+    assert renewals == [150, 190, 230, 270]
     assert Catalog(inner).verify("a").is_intact
 
 
@@ -403,7 +403,7 @@ def test_a_save_that_is_left_without_a_commit_leaves_nothing():
 def test_a_record_that_cannot_be_written_leaves_nothing():
     storage = MemoryStorage()
     huge = {"x": np.zeros(2), "text": "t" * (65 * 1024 * 1024)}
-    with pytest.raises(SaveError, match="more than 67108864; nothing was committed"):
+    with pytest.raises(SaveError, match="a commit record holds 67108864; nothing was written"):
         Catalog(storage).write("a", huge)
     assert files_of(storage) == {}
 

@@ -516,7 +516,7 @@ def test_a_storage_that_cannot_delete_one_version_keeps_tombstones_and_takes_new
 def test_a_delete_whose_answer_was_lost_and_whose_tombstone_was_fenced_has_deleted():
     inner = MemoryStorage()
     Catalog(inner).write("a", {"x": np.arange(3)})
-    attempt, _ = begun(inner, "a", np.arange(9), overwrite=True)
+    begun(inner, "a", np.arange(9), overwrite=True)
 
     class Lossy(Observed):
         lost = False

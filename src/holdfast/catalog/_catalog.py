@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+import numpy as np
+
 from holdfast import _checks
 from holdfast.catalog._attempt import Attempt, check_prefix
 from holdfast.catalog._collect import GcReport, collect_garbage
@@ -18,12 +20,19 @@ from holdfast.catalog._listing import Listing
 from holdfast.catalog._opened import OpenCheckpoint
 from holdfast.catalog._reading import Tick
 from holdfast.catalog._verify import VerifyReport, verify_checkpoint
-from holdfast.catalog._writing import Facts, collect_leaves, record_of, write_leaves
+from holdfast.catalog._writing import (
+    Facts,
+    check_record_size,
+    collect_leaves,
+    record_of,
+    write_leaves,
+)
 from holdfast.contracts import Clock, Storage
 from holdfast.errors import LoadError
 from holdfast.format import CompressionLevel, encode_value
 from holdfast.format._record_check import MAX_METRIC_CHARS
-from holdfast.storage import StorageOptions, open_storage
+from holdfast.resilience import FaultToleranceHandler, RetryPolicy
+from holdfast.storage import StorageOptions, open_storage, retrying
 
 _MAX_COUNT: Final = 2**63 - 1
 
@@ -34,21 +43,31 @@ class Catalog:
 
     A checkpoint exists if and only if its commit record does. Listing, reading, deleting and gc
     all go by that.
+
+    What may pass is tried again as ``retry_policy`` says: every request to a storage that is
+    opened here, and the writing of a file to any storage. Wrap a storage of your own yourself.
     """
 
     def __init__(
         self,
         storage: Storage | str | os.PathLike[str] | StorageOptions,
         *,
+        retry_policy: RetryPolicy | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         clock: Clock | None = None,
     ) -> None:
+        self._handler = FaultToleranceHandler(None, retry_policy, clock=clock)
         if isinstance(storage, str | os.PathLike | StorageOptions):
-            storage = open_storage(storage)
+            storage = retrying(open_storage(storage), retry_policy, clock=clock)
+        elif not hasattr(storage, "open_writer"):
+            raise ValueError(f"storage must be a Storage, a path or a URL, not {storage!r}")
         self._storage: Storage = _checks.storage("storage", storage)
         self._lease_s = check_lease(lease_s)
         self._clock = clock
         self._listing = Listing(self._storage)
+
+    def __repr__(self) -> str:
+        return f"Catalog({self._storage.url!r})"
 
     @property
     def storage(self) -> Storage:
@@ -71,15 +90,18 @@ class Catalog:
         All or nothing: until this returns there is no checkpoint of this name, or, with
         ``overwrite``, there is the old one. ``CheckpointExistsError`` if the name is taken;
         ``SaveError`` for what cannot be stored, before anything is written. ``progress`` is told
-        the number of bytes as they are written. The arrays must not change meanwhile.
+        each number of bytes as they are written, compressed ones if they are; what it raises
+        ends the save. A file that is written again after an error counts again. The arrays must
+        not change meanwhile.
         """
-        level = CompressionLevel(compression)
+        level = _level(compression)
         tree, leaves = collect_leaves(state)
         facts = Facts(
             step=None if step is None else _step(step),
             metrics=_metrics(metrics),
             custom=encode_value(custom, root="custom"),
         )
+        check_record_size(tree, facts.custom, self._storage, prefix)
         attempt = Attempt.begin(
             self._storage, prefix, overwrite=overwrite, lease_s=self._lease_s, clock=self._clock
         )
@@ -89,7 +111,14 @@ class Catalog:
             progress(nbytes)
 
         with attempt:
-            files, tensors = write_leaves(self._storage, attempt, leaves, level=level, tick=tick)
+            files, tensors = write_leaves(
+                self._storage,
+                attempt,
+                leaves,
+                level=level,
+                tick=tick,
+                retry=self._handler.execute_with_retry,
+            )
             record = record_of(attempt, facts, tree=tree, files=files, tensors=tensors)
             record = attempt.commit(record, next_ordinal=self._listing.next_ordinal)
         if attempt.replaces is not None:
@@ -97,8 +126,9 @@ class Catalog:
         return info_of(prefix, record)
 
     def list(self) -> list[CheckpointInfo]:
-        """Every committed checkpoint, the newest first. One whose record cannot be read is left
-        out, with a warning in the log; ``verify`` says what is wrong with it.
+        """Every committed checkpoint, the newest first. One whose record is damaged, or of a
+        newer version, is left out with a warning in the log; ``verify`` says what is wrong with
+        it. ``StorageError`` if the storage does not give a record.
 
         A save that began after another had returned is the newer one. Of two that ran at the
         same time either may be, whichever returned first.
@@ -165,18 +195,39 @@ class Catalog:
         return collect_garbage(self._storage)
 
 
-def _step(step: int) -> int:
-    if _checks.count("step", step, least=0) > _MAX_COUNT:
+def _level(compression: CompressionLevel | str) -> CompressionLevel:
+    try:
+        return CompressionLevel(compression)
+    except ValueError:
+        known = ", ".join(repr(level.value) for level in CompressionLevel)
+        raise ValueError(f"compression must be one of {known}, not {compression!r}") from None
+
+
+def _step(step: object) -> int:
+    number = step.item() if isinstance(step, np.integer) else step
+    checked = _checks.count("step", number, least=0)
+    if checked > _MAX_COUNT:
         raise ValueError(f"step must be less than 2**63, not {step!r}")
-    return step
-
-
-def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    checked = {}
-    for name, value in (metrics or {}).items():
-        _checks.text("the name of a metric", name, most=MAX_METRIC_CHARS)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (abs(value) <= _MAX_COUNT if whole else isinstance(value, float)):
-            raise ValueError(f"metrics[{name!r}] must be a float or an int of 64 bits: {value!r}")
-        checked[name] = value
     return checked
+
+
+def _metrics(metrics: object) -> dict[str, float]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ValueError(  # noqa: TRY004 -- as every refusal of an argument
+            f"metrics must be a dict of numbers by name, not {metrics!r}"
+        )
+    return {
+        _checks.text("the name of a metric", name, most=MAX_METRIC_CHARS): _metric(name, value)
+        for name, value in metrics.items()
+    }
+
+
+def _metric(name: str, value: object) -> float:
+    value = value.item() if isinstance(value, np.number) else value
+    if isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_COUNT
+    ):
+        return value
+    raise ValueError(f"metrics[{name!r}] must be a float or an int of 64 bits, not {value!r}")

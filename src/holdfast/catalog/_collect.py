@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.catalog._committed import fence, lift
+from holdfast.catalog._intents import DEFAULT_LEASE_S
 from holdfast.catalog._names import is_clock, record_key
 from holdfast.catalog._needed import Needed, needed_in, unnamed
 from holdfast.catalog._survey import Folder, storage_time, survey
@@ -19,12 +20,12 @@ TOMBSTONE_S = 7 * 24 * 3600.0
 """How long a tombstone stays: longer than any save that was given up could sleep and wake."""
 
 _CLOCK_S = 3600.0
-_SWEEP_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcReport:
-    """What gc did. ``kept`` gives, by prefix, why something that looked like a leftover stays."""
+    """What gc did. ``deleted`` are keys, ``swept`` counts hidden files of interrupted writes.
+    ``kept`` gives, by prefix, why something that looked like a leftover stays."""
 
     deleted: tuple[str, ...] = ()
     kept: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +41,7 @@ def collect_garbage(storage: Storage, *, tombstone_s: float = TOMBSTONE_S) -> Gc
     should it wake up, its commit fails.
     """
     if next(storage.list(), None) is None:
-        return GcReport(swept=storage.sweep(_SWEEP_S))
+        return GcReport(swept=storage.sweep(DEFAULT_LEASE_S))
     now_s = storage_time(storage)
     folders = survey(storage, now_s)
     readable = all(folder.problem is None for folder in folders.values())
@@ -63,7 +64,7 @@ def collect_garbage(storage: Storage, *, tombstone_s: float = TOMBSTONE_S) -> Gc
         if is_clock(info.key) and info.modified_s < now_s - _CLOCK_S:
             storage.delete(info.key)
             deleted.append(info.key)
-    swept = storage.sweep(max(_longest_lease(folders.values()), _SWEEP_S))
+    swept = storage.sweep(_longest_lease(folders.values()))
     _log.info("gc in %s deleted %d objects, swept %d", storage.url, len(deleted), swept)
     return GcReport(deleted=tuple(deleted), kept=kept, swept=swept)
 
@@ -82,6 +83,24 @@ def _collect(
     storage: Storage, folder: Folder, needed: Needed, deleted: list[str], *, fenced: bool
 ) -> str | None:
     """Delete what is garbage in a folder. Returns why something was kept, if it was."""
+    reason = _reason_to_stay(folder, needed, fenced=fenced)
+    if reason is not None:
+        return reason
+    garbage: list[str] = []
+    for attempt, keys in folder.shards.items():
+        loose = [key for key in keys if not needed.holds(key)]
+        sure = unnamed(storage, folder.prefix, attempt, loose, given_up=folder.intents)
+        if sure is None:
+            return "a save began while gc was looking"
+        garbage += sure
+    for key in [*garbage, *(intent.key for intent in folder.intents.values())]:
+        storage.delete(key)
+        deleted.append(key)
+    return None
+
+
+def _reason_to_stay(folder: Folder, needed: Needed, *, fenced: bool) -> str | None:
+    """Why nothing of a folder may go, or ``None`` if some of it may."""
     if folder.problem is not None:
         return f"its commit record cannot be read: {folder.problem.message}"
     if folder.alive:
@@ -94,19 +113,6 @@ def _collect(
         return f"what is in {unreadable} cannot be read, and it may refer to these files"
     if folder.intents and not fenced:
         return "it changed while gc was looking, or there is no room for a tombstone; try again"
-    for attempt, keys in folder.shards.items():
-        garbage = [key for key in keys if not needed.holds(key)]
-        if not garbage:
-            continue
-        sure = unnamed(storage, folder.prefix, attempt, garbage, given_up=folder.intents)
-        if sure is None:
-            return "a save began while gc was looking"
-        for key in sure:
-            storage.delete(key)
-            deleted.append(key)
-    for intent in folder.intents.values():
-        storage.delete(intent.key)
-        deleted.append(intent.key)
     return None
 
 
@@ -119,4 +125,4 @@ def _lift_old(storage: Storage, folder: Folder, before_s: float) -> bool:
 
 def _longest_lease(folders: Iterable[Folder]) -> float:
     leases = [intent.lease_s for folder in folders for intent in folder.intents.values()]
-    return max(leases, default=0.0)
+    return max([DEFAULT_LEASE_S, *leases])

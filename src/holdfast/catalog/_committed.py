@@ -27,6 +27,8 @@ from holdfast.format import CommitRecord, decode_record, encode_record
 COMMITTED: Final = "committed"
 TOMBSTONE: Final = "tombstone"
 
+_MAX_FENCE: Final = 2**63 - 1
+
 _BEGINNING: Final = b'{"format":"holdfast"'
 _DAMAGED: Final = re.compile(rb'\0|.{,200}"record":\{"state":"', re.DOTALL)
 
@@ -150,7 +152,7 @@ def fence(storage: Storage, prefix: str, seen: Found | None) -> bool:
     if seen is None:
         record, over = msgspec.structs.replace(new_tombstone(), fence=1), None
     else:
-        record = msgspec.structs.replace(seen.record, fence=seen.record.fence + 1)
+        record = msgspec.structs.replace(seen.record, fence=min(seen.record.fence + 1, _MAX_FENCE))
         over = seen.info.version
     try:
         publish(storage, prefix, encode_record(record), over)

@@ -3,12 +3,15 @@ asked: records are large, and what a version of one says never changes."""
 
 import logging
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.catalog._committed import Foreign, look
 from holdfast.catalog._info import CheckpointInfo, info_of
 from holdfast.catalog._names import is_own_name
 from holdfast.contracts import COMMIT_RECORD, ObjectInfo, Storage
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, CorruptedError, IncompatibleVersionError
+
+_MAX_ORDINAL: Final = 2**63 - 1
 
 _log = logging.getLogger("holdfast.catalog")
 
@@ -27,13 +30,17 @@ class Listing:
         self._known: dict[str, _Known] = {}
 
     def read(self) -> list[CheckpointInfo]:
-        """Those there are now, the newest first. One whose record cannot be read is left out,
-        with a warning.
+        """Those there are now, the newest first. One whose record is damaged is left out, with a
+        warning; one that the storage will not give is an error.
 
         Saves that committed at the same time may have the same ordinal. Then their writers'
         clocks decide, and then their names, so that the order is always the same.
         """
-        infos, _ = self._scan()
+        infos, unreadable = self._scan()
+        for error in unreadable:
+            if not isinstance(error, CorruptedError | IncompatibleVersionError):
+                raise error
+            _log.warning("left out of the list: %s", error)
         return sorted(
             infos, key=lambda info: (info.ordinal, info.timestamp, info.prefix), reverse=True
         )
@@ -42,12 +49,13 @@ class Listing:
         """For a save that is to be newer than all there are. Records that cannot be read count,
         too: each may be one newer than the one before it."""
         infos, unreadable = self._scan()
-        return max((info.ordinal for info in infos), default=0) + unreadable + 1
+        newest = max((info.ordinal for info in infos), default=0)
+        return min(newest + len(unreadable) + 1, _MAX_ORDINAL)
 
-    def _scan(self) -> tuple[list[CheckpointInfo], int]:
-        """What is committed, and how many records cannot be read."""
+    def _scan(self) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
+        """What is committed, and why other records cannot be read."""
         known: dict[str, _Known] = {}
-        unreadable = 0
+        unreadable: list[CheckpointError] = []
         records: dict[str, ObjectInfo] = {}
         own: set[str] = set()
         for info in self._storage.list():
@@ -64,8 +72,7 @@ class Listing:
             except CheckpointError as error:
                 if error.transient:
                     raise
-                _log.warning("left out of the list: %s", error)
-                unreadable += 1
+                unreadable.append(error)
                 continue
             if seen is not None:
                 known[prefix] = seen

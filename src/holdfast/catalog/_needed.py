@@ -61,7 +61,7 @@ def unnamed(
 
     A listing is no snapshot: a save may have announced itself, or committed, since.
     """
-    if attempt in given_up:
+    if attempt in given_up or not keys:
         return [*keys]
     try:
         storage.stat(f"{prefix}/{intent_name(attempt)}")

@@ -46,6 +46,9 @@ class OpenCheckpoint:
         self._path = f"{storage.url}/{found.prefix}"
         self._reader = TensorReader(storage, found.prefix, found.record)
 
+    def __repr__(self) -> str:
+        return f"OpenCheckpoint({self._path!r})"
+
     @property
     def info(self) -> CheckpointInfo:
         return info_of(self._found.prefix, self._found.record)

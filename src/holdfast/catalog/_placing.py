@@ -1,6 +1,6 @@
 """Between the record's placements and the geometry of grids and boxes. Knows no storage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,13 +64,15 @@ class StoredBoxes:
         """Every stored box that shares an element with ``wanted``, and its file's index."""
         return boxes_met(wanted, self.boxes if self.grid is None else self.grid, self.files)
 
-    def in_files(self, wanted: range) -> Iterator[tuple[Box, int]]:
-        """Every box that is stored in one of these neighbouring files, and the file's index. The
-        others cost nothing."""
+    def in_files(self, among: range, wanted: Container[int]) -> Iterator[tuple[Box, int]]:
+        """Every box that is stored in one of the ``wanted`` files, and the file's index. These
+        are neighbours, ``among``; boxes in other files cost nothing."""
         cell = 0
         for first, step, count in self.files.runs:
-            for nth in _members(first, step, count, wanted):
-                yield self._box(cell + nth), first + step * nth
+            if step or first in wanted:
+                for nth in _members(first, step, count, among):
+                    if first + step * nth in wanted:
+                        yield self._box(cell + nth), first + step * nth
             cell += count
 
     def _box(self, cell: int) -> Box:

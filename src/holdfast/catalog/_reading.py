@@ -4,6 +4,7 @@ Knows the record and its shards. It fills bytes; what they are is the caller's b
 """
 
 import contextlib
+import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,8 +134,11 @@ class TensorReader:
         try:
             return self._record.tensors[name]
         except KeyError:
+            near = difflib.get_close_matches(name, self._record.tensors, n=3)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise TensorNotFoundError(
-                f"the checkpoint has no tensor {name!r}", path=f"{self._storage.url}/{self._prefix}"
+                f"the checkpoint has no tensor {name!r}{hint}",
+                path=f"{self._storage.url}/{self._prefix}",
             ) from None
 
     def shard(self, index: int) -> OpenShard:

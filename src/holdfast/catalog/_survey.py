@@ -61,7 +61,23 @@ def survey(storage: Storage, now_s: float) -> Mapping[str, Folder]:
     for folder in folders.values():
         if folder.has_record:
             _add_record(storage, folder)
+    _add_late_intents(storage, folders, now_s)
     return folders
+
+
+def _add_late_intents(storage: Storage, folders: dict[str, Folder], now_s: float) -> None:
+    """Add the intents that came while the records were read: whoever read one as committed since
+    then, and has said so, may refer to what it names."""
+    for info in storage.list():
+        prefix, _, name = info.key.rpartition("/")
+        attempt = attempt_of_intent(name)
+        if not prefix or attempt is None:
+            continue
+        folder = folders.setdefault(prefix, Folder(prefix=prefix))
+        if attempt not in folder.intents:
+            _add_intent(storage, folder, attempt, info, now_s)
+            if attempt not in folder.intents:
+                _add_record(storage, folder)
 
 
 def _add_intent(
@@ -69,7 +85,8 @@ def _add_intent(
 ) -> None:
     try:
         intent = read_intent(storage, folder.prefix, attempt)
-    except ObjectNotFoundError:
+    except ObjectNotFoundError:  # it is over, and may have committed
+        folder.has_record = True
         return
     except (CorruptedError, StorageError) as error:
         if error.transient:

@@ -146,9 +146,8 @@ def _check_tensors(
     not is damage once."""
     for name, stored in [*tensors.items()]:
         try:
-            for box, index in stored.in_files(numbers):
-                if index in opened:
-                    reader.placed(name, box, opened[index])
+            for box, index in stored.in_files(numbers, opened):
+                reader.placed(name, box, opened[index])
         except CorruptedError as error:
             damage.append(_damage(error, name))
             del tensors[name]

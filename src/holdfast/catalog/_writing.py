@@ -3,10 +3,12 @@
 Knows how leaves become shards and shards a record. The commit itself is ``_attempt``'s.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,8 +16,9 @@ import holdfast
 from holdfast.catalog._attempt import Attempt
 from holdfast.catalog._committed import COMMITTED, utc_now
 from holdfast.catalog._placing import box_bounds, placement_of_boxes
-from holdfast.catalog._shard_write import ArraySource, Tick, raw_bytes, write_shard
-from holdfast.contracts import Storage
+from holdfast.catalog._shard_write import ArraySource, Tick, WrittenShard, raw_bytes, write_shard
+from holdfast.contracts import SMALL_OBJECT_BYTES, Storage
+from holdfast.errors import SaveError
 from holdfast.format import (
     CommitRecord,
     CompressionLevel,
@@ -42,6 +45,12 @@ _ENTRY_HEADER_BYTES: Final = 160
 _NAME_CHARS: Final = 1000
 
 Array = npt.NDArray[np.generic]
+
+
+class Retry(Protocol):
+    """``FaultToleranceHandler.execute_with_retry``."""
+
+    def __call__(self, operation: Callable[[], WrittenShard], /) -> WrittenShard: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +88,16 @@ def write_leaves(
     *,
     level: CompressionLevel,
     tick: Tick,
+    retry: Retry,
 ) -> tuple[list[StoredFile], dict[str, StoredTensor]]:
-    """Write every leaf. Nothing exists yet for others when this returns."""
+    """Write every leaf, a file again if ``retry`` says so. Nothing exists yet for others when
+    this returns."""
     files: list[StoredFile] = []
     placed: dict[str, list[tuple[Box, int]]] = {name: [] for name in leaves}
     for part, sources in enumerate(_files(leaves, level)):
         key = attempt.shard_key(0, part)
-        written = write_shard(
-            storage, key, [source.source for source in sources], level=level, tick=tick
-        )
+        arrays = [source.source for source in sources]
+        written = retry(partial(write_shard, storage, key, arrays, level=level, tick=tick))
         files.append(written.file)
         for source in sources:
             placed[source.name].append((source.box, part))
@@ -99,6 +109,18 @@ def write_leaves(
         code = dtype_of_numpy(leaves[name].dtype).code
         tensors[name] = StoredTensor(dtype=code, shape=shape, placement=placement)
     return files, tensors
+
+
+def check_record_size(tree: object, custom: object, storage: Storage, prefix: str) -> None:
+    """``SaveError`` if the values beside the arrays are too many for a commit record."""
+    size = sum(len(msgspec.json.encode(value)) for value in (tree, custom))
+    if size > SMALL_OBJECT_BYTES:
+        raise SaveError(
+            f"the values beside the arrays take {size} bytes, and a commit record holds "
+            f"{SMALL_OBJECT_BYTES}; nothing was written. Store what is large as an array, text as "
+            "np.frombuffer(text.encode(), np.uint8)",
+            path=f"{storage.url}/{prefix}",
+        )
 
 
 def record_of(

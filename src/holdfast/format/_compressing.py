@@ -60,9 +60,11 @@ def _run(
             work.put(job)
             if len(workers) < threads:
                 name = f"holdfast-compress-{len(workers)}"
-                worker = threading.Thread(target=_serve, args=(work, stop, level), name=name)
+                worker = threading.Thread(
+                    target=_serve, args=(work, stop, level), name=name, daemon=True
+                )
+                workers.append(worker)  # first: an interrupt may come while it starts
                 worker.start()
-                workers.append(worker)
             if len(ahead) > 2 * threads:
                 yield _result(ahead.popleft())
         while ahead:
@@ -72,7 +74,8 @@ def _run(
         for _ in workers:
             work.put(None)
         for worker in workers:
-            worker.join()
+            if worker.ident is not None:
+                worker.join()
 
 
 def _result(job: _Job) -> bytes | memoryview:

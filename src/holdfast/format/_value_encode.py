@@ -180,6 +180,8 @@ class _Encoder:
 def _instead_of(value: object) -> str:
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return "store it as a tuple or a dict instead, as by value._asdict()"
+    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+        return "convert it first, with .detach().cpu().numpy()"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return "a tensor or an array is stored as a value of a dict, a list or a tuple of the state"
+        return "convert it to a plain NumPy array first, with numpy.asarray"
     return "store its state_dict or plain values instead"

@@ -36,18 +36,24 @@ class NewFile:
         self._process = os.getpid()
         self._hidden: str | None = f"{RESERVED}-{secrets.token_hex(8)}.tmp"
         for attempt in range(_ATTEMPTS):
-            self._folder = folders.open_made(parts)
             try:
-                self.fd, self.direct = system.create_file(self._hidden, self._folder, direct=direct)
+                self._open(folders, parts, direct=direct)
             except FileNotFoundError:  # the folder was empty and somebody removed it
-                system.close(self._folder)
                 if attempt == _ATTEMPTS - 1:
                     raise
-            except BaseException:
-                system.close(self._folder)
-                raise
             else:
                 return
+
+    def _open(self, folders: Folders, parts: Sequence[str], *, direct: bool) -> None:
+        assert self._hidden is not None  # noqa: S101 -- for mypy
+        self._folder = folders.open_made(parts)
+        try:
+            self.fd, self.direct = self._system.create_file(
+                self._hidden, self._folder, direct=direct
+            )
+        except BaseException:
+            self._system.close(self._folder)
+            raise
 
     def seal(self, size_bytes: int) -> None:
         """Make the content durable; it is not to change any more.

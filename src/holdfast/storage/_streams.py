@@ -136,11 +136,11 @@ class WriteStream:
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._write_from_queue, name="holdfast-write", daemon=True)
+        self._threads.append(thread)  # first: an interrupt may come while it starts
         try:
             thread.start()
         except RuntimeError:  # no thread is to be had, as while the interpreter exits
-            return
-        self._threads.append(thread)
+            self._threads.remove(thread)
 
     def _write_from_queue(self) -> None:
         while (work := self._work.get()) is not None:
@@ -177,7 +177,8 @@ class WriteStream:
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # else it was interrupted before it ran
+                thread.join()
         self._threads.clear()
 
     def _raise_error(self) -> None:
