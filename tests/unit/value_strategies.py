@@ -26,7 +26,6 @@ DTYPES = [
         "float64",
         "complex64",
         "complex128",
-        "datetime64",
         "datetime64[ns]",
         "datetime64[D]",
         "datetime64[25s]",
