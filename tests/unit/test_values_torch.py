@@ -76,7 +76,7 @@ def test_what_the_installed_torch_does_not_know_is_told_from_damage():
 
 def test_tensors_are_leaves_and_nothing_else():
     assert encode_value([torch.ones(1)], leaf=Shelf().put) == [{"$": ["tensor", "0"]}]
-    message = "is a torch.Tensor, which cannot be stored; a tensor or an array is stored as"
+    message = "is a torch.Tensor, which cannot be stored; convert it first, with"
     with pytest.raises(SaveError, match=rf"^state\['w'\] {message}"):
         encode_value({"w": torch.ones(1)})
     with pytest.raises(SaveError, match=rf"^a key of state {message}"):

@@ -8,7 +8,7 @@ from holdfast.errors import CorruptedError
 from holdfast.format import StoredCut, StoredPlacement, StoredTensor
 from holdfast.reshard import Box, Grid, IndexRuns, boxes_met, check_coverage
 
-MOST_PARTS: Final = 1_000_000
+MOST_PARTS: Final = 250_000
 """The most entries of one file."""
 
 
