@@ -147,3 +147,10 @@ except TransientStorageError as error:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, env=env
     )
     assert "http://127.0.0.1:9/bucket/run/a" in run.stdout
+
+
+def test_a_home_folder_is_meant_as_a_shell_means_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    storage = open_storage("~/runs")
+    assert storage.url == (tmp_path / "runs").as_uri()
+    assert repr(storage) == f"LocalStorage({storage.url!r})"

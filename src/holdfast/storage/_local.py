@@ -52,6 +52,9 @@ class LocalStorage:
         self._lock = RootLock(self._system, self._folders, self.url)
         self._buffers = Buffers()
 
+    def __repr__(self) -> str:
+        return f"LocalStorage({self.url!r})"
+
     @property
     def url(self) -> str:
         return self._root.as_uri()

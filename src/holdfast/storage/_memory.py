@@ -24,6 +24,9 @@ class MemoryStorage:
         self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
         self._versions = itertools.count(1)
 
+    def __repr__(self) -> str:
+        return f"MemoryStorage({self.url!r})"
+
     @property
     def url(self) -> str:
         return f"memory://{id(self):x}"

@@ -62,6 +62,9 @@ class ObjectStorage:
         )
         self._reads_backslashes = isinstance(store, AzureStore)
 
+    def __repr__(self) -> str:
+        return f"ObjectStorage({self.url!r})"
+
     @property
     def url(self) -> str:
         return self._url

@@ -83,7 +83,7 @@ def _local(path: str, config: Mapping[str, Any], *, typed: bool = False) -> Stor
             "of that name"
         )
     _refuse_settings("a folder", config)
-    return LocalStorage(path)
+    return LocalStorage(Path(path).expanduser() if typed else path)
 
 
 def _file_path(url: str) -> str:
