@@ -80,8 +80,8 @@ class Actor:
         self.done = False
         self._world = world
         self._act = act
-        self._go = threading.Semaphore(0)
-        self._waits = threading.Semaphore(0)
+        self._go = _taken_lock()
+        self._waits = _taken_lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._waits.acquire()
@@ -108,6 +108,13 @@ class Actor:
             self.crash = error
         self.done = True
         self._waits.release()
+
+
+def _taken_lock() -> threading.Lock:
+    """For one thread to wait until another releases it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 class _Stepped(WrappedStorage):

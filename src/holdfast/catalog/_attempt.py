@@ -15,14 +15,13 @@ from typing import Final, Self
 
 import msgspec
 
-from holdfast import _checks
 from holdfast._lanes import run_all
 from holdfast.catalog._committed import Found, find_record, publish
 from holdfast.catalog._intents import DEFAULT_LEASE_S, Intent, check_lease, encode_intent
-from holdfast.catalog._names import attempt_of_shard, new_attempt, shard_name
+from holdfast.catalog._names import attempt_of_shard, check_prefix, new_attempt, shard_name
 from holdfast.catalog._needed import needed_in
 from holdfast.catalog._survey import storage_time, survey
-from holdfast.contracts import COMMIT_RECORD, Clock, Storage
+from holdfast.contracts import Clock, Storage
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -287,14 +286,6 @@ def _renew(storage: Storage, intent: Intent) -> None:
     with storage.open_writer(intent.key, size_bytes=len(data)) as writer:
         writer.write_at(0, data)
         writer.finish()
-
-
-def check_prefix(name: str, prefix: object) -> str:
-    """``prefix``, or ``ValueError`` unless it can name a checkpoint."""
-    checked = _checks.key(name, prefix)
-    if COMMIT_RECORD in checked.split("/"):
-        raise ValueError(f"{name} must name a checkpoint, not its {COMMIT_RECORD}: {prefix!r}")
-    return checked
 
 
 def _exists(storage: Storage, prefix: str) -> CheckpointExistsError:

@@ -10,13 +10,14 @@ from typing import Final
 import numpy as np
 
 from holdfast import _checks
-from holdfast.catalog._attempt import Attempt, check_prefix
+from holdfast.catalog._attempt import Attempt
 from holdfast.catalog._collect import GcReport, collect_garbage
 from holdfast.catalog._committed import find_committed
 from holdfast.catalog._delete import delete_checkpoint, delete_replaced, roll_back
 from holdfast.catalog._info import CheckpointInfo, info_of
 from holdfast.catalog._intents import DEFAULT_LEASE_S, check_lease
 from holdfast.catalog._listing import Listing
+from holdfast.catalog._names import check_prefix
 from holdfast.catalog._opened import OpenCheckpoint
 from holdfast.catalog._reading import Tick
 from holdfast.catalog._verify import VerifyReport, verify_checkpoint

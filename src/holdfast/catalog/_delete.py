@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from holdfast.catalog._attempt import check_prefix
 from holdfast.catalog._committed import Found, find_committed, lift, look, new_tombstone, publish
-from holdfast.catalog._names import record_key
+from holdfast.catalog._names import check_prefix, record_key
 from holdfast.catalog._needed import Needed, needed_in, unnamed
 from holdfast.catalog._survey import Folder, storage_time, survey
 from holdfast.contracts import Storage

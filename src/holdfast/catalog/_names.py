@@ -4,6 +4,7 @@ import re
 import secrets
 from typing import Final
 
+from holdfast import _checks
 from holdfast.contracts import COMMIT_RECORD
 
 _SHARD: Final = re.compile(r"shard-[0-9]+-([0-9a-f]{16})(?:-[0-9]+)?\.safetensors", re.ASCII)
@@ -53,3 +54,11 @@ def new_clock() -> str:
 
 def is_clock(key: str) -> bool:
     return _CLOCK.fullmatch(key) is not None
+
+
+def check_prefix(name: str, prefix: object) -> str:
+    """``prefix``, or ``ValueError`` unless it can name a checkpoint."""
+    checked = _checks.key(name, prefix)
+    if COMMIT_RECORD in checked.split("/"):
+        raise ValueError(f"{name} must name a checkpoint, not its {COMMIT_RECORD}: {prefix!r}")
+    return checked

@@ -11,40 +11,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from holdfast._lanes import run_all
 from holdfast.catalog._committed import find_record
 from holdfast.catalog._names import record_key
 from holdfast.catalog._placing import StoredBoxes, box_bounds
-from holdfast.catalog._read_plan import BATCH_BYTES, Piece, plan_box
-from holdfast.catalog._shard_read import (
-    BadChunk,
-    ChunkRun,
-    OpenShard,
-    open_shard,
-    read_runs,
-    run_bytes,
-)
+from holdfast.catalog._read_jobs import Job, all_chunks, batches, run_batch, unreadable
+from holdfast.catalog._read_plan import plan_box
+from holdfast.catalog._shard_read import BadChunk, OpenShard, open_shard
 from holdfast.catalog._shards import FILES_AT_ONCE, Shards
 from holdfast.contracts import Storage
 from holdfast.errors import (
-    CheckpointError,
     CorruptedError,
     LoadError,
     ObjectNotFoundError,
     StorageError,
     TensorNotFoundError,
 )
-from holdfast.format import (
-    CHUNK_BYTES,
-    CommitRecord,
-    PlacedEntry,
-    StoredTensor,
-    dtype_of,
-    entry_of_box,
-)
-from holdfast.reshard import Box, CopyRuns, Part
+from holdfast.format import CommitRecord, PlacedEntry, StoredTensor, dtype_of, entry_of_box
+from holdfast.reshard import Box, Part
 
 LANES: Final = 4
 """Requests in flight. On a disk more bring nothing, and each holds a batch of memory."""
@@ -62,20 +46,6 @@ class Want:
     name: str
     part: Part
     into: memoryview
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """A piece, with where it is and where it goes."""
-
-    shard: OpenShard
-    placed: PlacedEntry
-    piece: Piece
-    into: memoryview
-
-    @property
-    def nbytes(self) -> int:
-        return run_bytes(self.placed, self.piece.first, self.piece.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,23 +82,23 @@ class TensorReader:
         views = [self._view(want) for want in wants]
         boxes = [(want.name, want.part.box) for want in wants]
 
-        def jobs(stored: Sequence[_Stored], shards: Mapping[int, OpenShard]) -> Iterator[_Job]:
+        def jobs(stored: Sequence[_Stored], shards: Mapping[int, OpenShard]) -> Iterator[Job]:
             for part in stored:
                 want, shard = wants[part.nth], shards[part.index]
                 itemsize = dtype_of(self.tensor(want.name).dtype).itemsize
                 placed = self.placed(want.name, part.box, shard)
                 for piece in plan_box(placed.raw_bytes, part.box, want.part, itemsize):
-                    yield _Job(shard=shard, placed=placed, piece=piece, into=views[part.nth])
+                    yield Job(shard=shard, placed=placed, piece=piece, into=views[part.nth])
 
-        def run(batch: Sequence[_Job]) -> None:
+        def run(batch: Sequence[Job]) -> None:
             with self._telling_missing_files():
-                damaged = _run_batch(self._storage, batch)
+                damaged = run_batch(self._storage, batch)
             for bad in damaged:
                 raise bad.error()
             tick(sum(job.nbytes for job in batch))
 
         for stored, shards in self._by_file(boxes):
-            run_all(_batches(jobs(stored, shards)), run, lanes=LANES)
+            run_all(batches(jobs(stored, shards)), run, lanes=LANES)
 
     def tensor(self, name: str) -> StoredTensor:
         try:
@@ -175,17 +145,17 @@ class TensorReader:
         by batch, whether to read it."""
         bad: list[BadChunk] = []
 
-        def run(batch: Sequence[_Job]) -> None:
+        def run(batch: Sequence[Job]) -> None:
             try:
                 with self._telling_missing_files():
-                    bad.extend(_run_batch(self._storage, batch, keep=False))
+                    bad.extend(run_batch(self._storage, batch, keep=False))
             except (CorruptedError, StorageError) as error:
                 if error.transient:
                     raise
-                bad.extend(_unreadable(batch, error))
+                bad.extend(unreadable(batch, error))
             tick(sum(job.nbytes for job in batch))
 
-        run_all((batch for batch in _batches(_all_chunks(shards)) if turn()), run, lanes=LANES)
+        run_all((batch for batch in batches(all_chunks(shards)) if turn()), run, lanes=LANES)
         return sorted(bad, key=lambda chunk: (chunk.key, chunk.entry, chunk.start))
 
     def check_stored(self, boxes: Sequence[tuple[str, Box]]) -> None:
@@ -268,70 +238,3 @@ class TensorReader:
             raise CorruptedError(
                 "a file of the checkpoint is missing; load another checkpoint", path=error.path
             ) from error
-
-
-def _all_chunks(shards: Iterable[OpenShard]) -> Iterator[_Job]:
-    step = BATCH_BYTES // CHUNK_BYTES
-    for shard in shards:
-        for placed in shard.layout.entries:
-            for first in range(0, placed.chunks, step):
-                piece = Piece(first=first, last=min(first + step, placed.chunks), dst_offset=0)
-                yield _Job(shard=shard, placed=placed, piece=piece, into=memoryview(b""))
-
-
-def _unreadable(batch: Sequence[_Job], error: CheckpointError) -> Iterator[BadChunk]:
-    for job in batch:
-        yield BadChunk(
-            key=job.shard.key,
-            entry=job.placed.key,
-            tensor=job.placed.entry.name,
-            start=job.piece.first * CHUNK_BYTES,
-            stop=min(job.piece.last * CHUNK_BYTES, job.placed.raw_bytes),
-            problem=f"cannot be read ({error.message})",
-        )
-
-
-def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
-    """Neighbouring jobs of one shard together, up to ``BATCH_BYTES``."""
-    batch: list[_Job] = []
-    size = 0
-    for job in jobs:
-        if batch and (job.shard is not batch[0].shard or size + job.nbytes > BATCH_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append(job)
-        size += job.nbytes
-    if batch:
-        yield batch
-
-
-def _run_batch(storage: Storage, batch: Sequence[_Job], *, keep: bool = True) -> list[BadChunk]:
-    runs: list[ChunkRun] = []
-    copies: list[tuple[CopyRuns, memoryview, int, memoryview]] = []
-    for job in batch:
-        piece, base = job.piece, job.piece.first * CHUNK_BYTES
-        if keep and piece.copy is None:
-            memory = job.into[piece.dst_offset : piece.dst_offset + job.nbytes]
-        else:
-            memory = memoryview(bytearray(job.nbytes))
-        if keep and piece.copy is not None:
-            copies.append((piece.copy, memory, base, job.into))
-        run = ChunkRun(
-            shard=job.shard, placed=job.placed, first=piece.first, last=piece.last, into=memory
-        )
-        runs.append(run)
-    bad = read_runs(storage, runs)
-    if not bad:
-        for copy, scratch, base, into in copies:
-            _copy(copy, scratch, base, into)
-    return bad
-
-
-def _copy(runs: CopyRuns, scratch: memoryview, base: int, into: memoryview) -> None:
-    """Copy by strided views, so that many short runs cost no more than few long ones."""
-    shape = (*runs.counts, runs.nbytes)
-    src = np.ndarray(
-        shape, np.uint8, scratch, offset=runs.src_offset - base, strides=(*runs.src_strides, 1)
-    )
-    dst = np.ndarray(shape, np.uint8, into, offset=runs.dst_offset, strides=(*runs.dst_strides, 1))
-    dst[...] = src

@@ -1,0 +1,99 @@
+"""Pieces of shards to be read, gathered into requests, read, verified and copied to where they
+belong. Knows files that are open, not records."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.catalog._read_plan import BATCH_BYTES, Piece
+from holdfast.catalog._shard_read import BadChunk, ChunkRun, OpenShard, read_runs, run_bytes
+from holdfast.contracts import Storage
+from holdfast.errors import CheckpointError
+from holdfast.format import CHUNK_BYTES, PlacedEntry
+from holdfast.reshard import CopyRuns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A piece, with where it is and where it goes."""
+
+    shard: OpenShard
+    placed: PlacedEntry
+    piece: Piece
+    into: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return run_bytes(self.placed, self.piece.first, self.piece.last)
+
+
+def all_chunks(shards: Iterable[OpenShard]) -> Iterator[Job]:
+    """Jobs that read everything in these files, to be looked at and not kept."""
+    step = BATCH_BYTES // CHUNK_BYTES
+    for shard in shards:
+        for placed in shard.layout.entries:
+            for first in range(0, placed.chunks, step):
+                piece = Piece(first=first, last=min(first + step, placed.chunks), dst_offset=0)
+                yield Job(shard=shard, placed=placed, piece=piece, into=memoryview(b""))
+
+
+def unreadable(batch: Sequence[Job], error: CheckpointError) -> Iterator[BadChunk]:
+    """What is damaged if a batch cannot be read at all."""
+    for job in batch:
+        yield BadChunk(
+            key=job.shard.key,
+            entry=job.placed.key,
+            tensor=job.placed.entry.name,
+            start=job.piece.first * CHUNK_BYTES,
+            stop=min(job.piece.last * CHUNK_BYTES, job.placed.raw_bytes),
+            problem=f"cannot be read ({error.message})",
+        )
+
+
+def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+    """Neighbouring jobs of one shard together, up to ``BATCH_BYTES``."""
+    batch: list[Job] = []
+    size = 0
+    for job in jobs:
+        if batch and (job.shard is not batch[0].shard or size + job.nbytes > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(job)
+        size += job.nbytes
+    if batch:
+        yield batch
+
+
+def run_batch(storage: Storage, batch: Sequence[Job], *, keep: bool = True) -> list[BadChunk]:
+    """Read a batch in one request, and put what is right where it belongs if it is to be kept.
+    Returns the damaged chunks; nothing is copied if there are any."""
+    runs: list[ChunkRun] = []
+    copies: list[tuple[CopyRuns, memoryview, int, memoryview]] = []
+    for job in batch:
+        piece, base = job.piece, job.piece.first * CHUNK_BYTES
+        if keep and piece.copy is None:
+            memory = job.into[piece.dst_offset : piece.dst_offset + job.nbytes]
+        else:
+            memory = memoryview(bytearray(job.nbytes))
+        if keep and piece.copy is not None:
+            copies.append((piece.copy, memory, base, job.into))
+        run = ChunkRun(
+            shard=job.shard, placed=job.placed, first=piece.first, last=piece.last, into=memory
+        )
+        runs.append(run)
+    bad = read_runs(storage, runs)
+    if not bad:
+        for copy, scratch, base, into in copies:
+            _copy(copy, scratch, base, into)
+    return bad
+
+
+def _copy(runs: CopyRuns, scratch: memoryview, base: int, into: memoryview) -> None:
+    """Copy by strided views, so that many short runs cost no more than few long ones."""
+    shape = (*runs.counts, runs.nbytes)
+    src = np.ndarray(
+        shape, np.uint8, scratch, offset=runs.src_offset - base, strides=(*runs.src_strides, 1)
+    )
+    dst = np.ndarray(shape, np.uint8, into, offset=runs.dst_offset, strides=(*runs.dst_strides, 1))
+    dst[...] = src
