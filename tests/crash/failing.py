@@ -46,7 +46,9 @@ class FailingSystem(RecordingSystem):
             if name == "sync":
                 self.failed_syncs.append(self._by_fd[args[0]])
             elif self._how == AFTER:
-                self._undo(real(*args, **kwargs))
+                result = real(*args, **kwargs)
+                if name.startswith(("open_", "create_")):  # the caller gets no descriptor to close
+                    self.close(result[0] if isinstance(result, tuple) else result)
             raise OSError(self._code, os.strerror(self._code))
 
     def _partly(self, real, name, fd=None, memory=None, offset=None, **kwargs):
@@ -59,12 +61,6 @@ class FailingSystem(RecordingSystem):
         self.failed.append(name)
         half = len(memory) // 2 if self._how == SHORT else 0
         return real(fd, memory[:half], offset) if half else 0
-
-    def _undo(self, opened: object) -> None:
-        if isinstance(opened, tuple):
-            opened = opened[0]
-        if isinstance(opened, int):
-            self.close(opened)
 
 
 def _forward(name):
