@@ -49,14 +49,15 @@ def _measure(folder: Path) -> list[Measurement]:
     tensors_into = {name: torch.from_numpy(array) for name, array in into.items()}
     catalog = Catalog(folder / "holdfast")
     raw = folder / "raw"
+    files = {"torch.save": folder / "torch.pt", "safetensors": folder / "state.safetensors"}
 
     writes: dict[str, Callable[[], object]] = {
         f"raw{n}": partial(raw_write, raw, n) for n in THREADS
     }
     writes |= {
         "holdfast": lambda: catalog.write("state", state),
-        "torch.save": lambda: torch_save(tensors, folder / "torch.pt"),
-        "safetensors": lambda: safetensors_save(tensors, folder / "state.safetensors"),
+        "torch.save": lambda: torch_save(tensors, files["torch.save"]),
+        "safetensors": lambda: safetensors_save(tensors, files["safetensors"]),
         "DCP": lambda: dcp_save(tensors, folder / "dcp"),
     }
     reads: dict[str, Callable[[], object]] = {f"raw{n}": partial(raw_read, raw, n) for n in THREADS}
@@ -70,6 +71,8 @@ def _measure(folder: Path) -> list[Measurement]:
             catalog.rollback("state")
         elif name == "DCP":
             shutil.rmtree(folder / "dcp", ignore_errors=True)
+        else:
+            files.get(name, raw).unlink(missing_ok=True)
         os.sync()
 
     def cold(name: str) -> None:
@@ -148,7 +151,6 @@ def on_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 def raw_write(path: Path, threads: int) -> None:
-    path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     try:
         os.posix_fallocate(fd, 0, STATE_BYTES)
