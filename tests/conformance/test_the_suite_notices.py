@@ -16,11 +16,15 @@ BROKEN = [
 ]
 
 
+pytestmark = pytest.mark.timeout(600)  # the first test runs all of the suites
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """For each class, whether each of its tests passed: all of the sound one, one of the others."""
     report = tmp_path_factory.mktemp("report") / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["--timeout=30"]  # a storage that hangs is one that is noticed
     run = subprocess.run(
         [
             *command,
@@ -38,11 +42,12 @@ def results(tmp_path_factory):
         assert case.find("error") is None, ET.tostring(case)
         suite = case.get("classname").rpartition(".")[2]
         passed[suite].append(case.find("failure") is None)
+    passed["output"] = run.stdout[-20_000:]
     return passed
 
 
 def test_a_sound_storage_passes_all_of_it(results):
-    assert all(results["TestSound"])
+    assert all(results["TestSound"]), results["output"]
     assert len(results["TestSound"]) >= 100
 
 

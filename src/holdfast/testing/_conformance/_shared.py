@@ -101,7 +101,8 @@ def at_once(works: Iterable[Callable[[], Any]]) -> list[Any]:
         except Exception as error:  # noqa: BLE001 -- handed to the test
             results[n] = error
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(todo))]
+    # Daemons, so that a storage that never answers fails its test and not the whole run.
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(len(todo))]
     for thread in threads:
         thread.start()
     for thread in threads:
