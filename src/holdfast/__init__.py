@@ -6,26 +6,55 @@ imported when first used.
 
 import importlib
 import logging
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import *  # noqa: F403 -- the errors are public here, all of them
 from holdfast.errors import __all__ as _errors
+
+if TYPE_CHECKING:  # the same names as in _names below, for those who read types
+    from holdfast._shortcuts import load as load
+    from holdfast._shortcuts import save as save
+    from holdfast.catalog import CheckpointInfo as CheckpointInfo
+    from holdfast.distributed import CheckpointFormat as CheckpointFormat
+    from holdfast.distributed import CheckpointLoadResult as CheckpointLoadResult
+    from holdfast.distributed import CheckpointOptions as CheckpointOptions
+    from holdfast.distributed import DistributedCheckpoint as DistributedCheckpoint
+    from holdfast.distributed import LoadOptions as LoadOptions
+    from holdfast.distributed import SaveOptions as SaveOptions
+    from holdfast.distributed import per_rank as per_rank
+    from holdfast.format import CompressionLevel as CompressionLevel
 
 __version__ = "0.1.0"
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless asked to speak
 
 _rooms = (
-    *("catalog", "contracts", "coordination", "errors", "format", "reshard", "resilience"),
-    *("storage", "testing"),
+    *("catalog", "contracts", "coordination", "distributed", "errors", "format", "reshard"),
+    *("resilience", "storage", "testing"),
 )
 
-__all__ = [*_errors, *_rooms, "__version__"]  # noqa: PLE0604 -- strings, though ruff cannot see it
+_names = {
+    "CheckpointFormat": "distributed",
+    "CheckpointInfo": "catalog",
+    "CheckpointLoadResult": "distributed",
+    "CheckpointOptions": "distributed",
+    "CompressionLevel": "format",
+    "DistributedCheckpoint": "distributed",
+    "LoadOptions": "distributed",
+    "SaveOptions": "distributed",
+    "load": "_shortcuts",
+    "per_rank": "distributed",
+    "save": "_shortcuts",
+}
+
+__all__ = [*_errors, *_names, *_rooms, "__version__"]  # noqa: PLE0604 -- strings, though ruff cannot see it
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _rooms:
         return importlib.import_module(f"holdfast.{name}")
+    if name in _names:
+        return getattr(importlib.import_module(f"holdfast.{_names[name]}"), name)
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
 
 

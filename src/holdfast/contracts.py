@@ -228,6 +228,15 @@ class Operation(Collectives, Protocol):
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name what this rank is doing, so that errors can say so. Waits for nobody."""
 
+    def check(self) -> None:
+        """Raise if another rank has failed, died, fallen silent or left, or if the operation's
+        time is over; waits for nobody.
+
+        For long work between two collectives, which would raise the same error. Cheap: call it
+        as often as is convenient, from one thread, while no collective runs. News may be a
+        fraction of a second old. A rank need not call it because others do.
+        """
+
 
 class Coordinator(Collectives, Protocol):
     """The ranks of a job. All methods may be called from any thread."""
@@ -239,9 +248,9 @@ class Coordinator(Collectives, Protocol):
 
         Leaving it waits for the others. If the block raises on one rank, every rank raises
         that error with ``rank`` and ``phase`` set: at once if it is waiting in the block, else
-        at its next collective there. ``timeout_s`` bounds the whole block's waits. Operations
-        of different names may run at the same time in different threads; those of one name
-        run one after the other.
+        at its next collective or ``check`` there. ``timeout_s`` bounds the whole block's
+        waits. Operations of different names may run at the same time in different threads;
+        those of one name run one after the other.
         """
 
     def wait_for_rank(self, rank: int, timeout_s: float | None = None) -> None:

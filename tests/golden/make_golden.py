@@ -22,12 +22,15 @@ import ml_dtypes
 import numpy as np
 
 from holdfast.catalog import Catalog
+from holdfast.catalog._model_index import write_index
+from holdfast.catalog._names import model_name, shard_name, table_name
 from holdfast.catalog._shard_write import ArraySource, write_shard
 from holdfast.format import (
     CHUNK_BYTES,
     CommitRecord,
     CompressionLevel,
     LeafRef,
+    PerRank,
     ShardEntry,
     StoredCut,
     StoredFile,
@@ -135,8 +138,9 @@ class Tensor:
         return StoredPlacement(boxes=self.boxes, files=self.files)
 
 
-def commit(storage, number, prefix, tensors, *, level=CompressionLevel.NONE, **facts):
-    """Write the files and the record of one checkpoint."""
+def commit(storage, number, prefix, tensors, *, level=CompressionLevel.NONE, models=0, **facts):
+    """Write the files and the record of one checkpoint, the first ``models`` of them as those of
+    the Hugging Face layout."""
     attempt = f"{number:016x}"
     sources: dict[int, list[ArraySource]] = {}
     for name, tensor in tensors.items():
@@ -148,12 +152,19 @@ def commit(storage, number, prefix, tensors, *, level=CompressionLevel.NONE, **f
             shape = tensor.shape if box is None else tuple(stop - start for start, stop in box)
             entry = ShardEntry(name=name, dtype=tensor.code, shape=shape, box=box)
             sources.setdefault(index, []).append(ArraySource(entry=entry, array=part))
-    stored = [
-        write_shard(
-            storage, f"{prefix}/shard-{i}-{attempt}.safetensors", sources[i], level=level
-        ).file
-        for i in sorted(sources)
-    ]
+    stored = []
+    for i in sorted(sources):
+        model = i < models
+        key = f"{prefix}/{model_name(i + 1, models, attempt) if model else shard_name(i, attempt)}"
+        written = write_shard(
+            storage,
+            key,
+            sources[i],
+            level=level,
+            metadata={"format": "pt"} if model else None,
+            table_key=table_name(key) if model else None,
+        )
+        stored.append(written.file)
     tree = facts.pop("tree", {name: LeafRef(kind="array", name=name) for name in tensors})
     record = CommitRecord(
         state="committed",
@@ -173,6 +184,7 @@ def commit(storage, number, prefix, tensors, *, level=CompressionLevel.NONE, **f
         },
         **facts,
     )
+    write_index(storage, prefix, record)
     storage.create(f"{prefix}/metadata.json", encode_record(record))
     return record
 
@@ -198,6 +210,26 @@ def sliced() -> dict[str, Tensor]:
         "uneven": Tensor("BF16", array_of("BF16", (9,), 2), uneven, ((0, 1, 4),), at),
         "boxes": Tensor("C128", array_of("C128", (4, 4), 3), odd, ((2, -1, 3),)),
         "whole": Tensor("U8", array_of("U8", (7,), 4), files=((3, 0, 1),)),
+    }
+
+
+def of_ranks() -> dict[str, Tensor]:
+    return {
+        f"rng.@{rank}.state": Tensor("U8", array_of("U8", (9,), rank), files=((rank, 0, 1),))
+        for rank in range(2)
+    }
+
+
+def consolidated() -> dict[str, Tensor]:
+    grid = (((0, 2), (0, 3)), ((2, 4), (0, 3)))
+    rows = (StoredCut(step=2), StoredCut(step=3))
+    return {
+        "embed.weight": Tensor("BF16", array_of("BF16", (4, 3), 8)),
+        "x[0:2]": Tensor("F32", array_of("F32", (2,), 9)),
+        "head.weight": Tensor("BF16", array_of("BF16", (4, 3), 8), files=((1, 0, 1),)),
+        "optimizer.state.embed.weight.exp_avg": Tensor(
+            "F32", array_of("F32", (4, 3), 7), grid, ((2, 1, 2),), rows
+        ),
     }
 
 
@@ -242,6 +274,10 @@ def make(storage) -> None:
         fence=1,
     )
     storage.create("tombstone/metadata.json", encode_record(tombstone))
+    states = [LeafRef(kind="array", name=name) for name in of_ranks()]
+    values = PerRank(({"state": states[0], "spare": None}, {"state": states[1], "spare": 0.5}))
+    commit(storage, 9, "ranks", of_ranks(), tree={"rng": values, "step": 3})
+    commit(storage, 10, "consolidated", consolidated(), models=2, shard_format="consolidated")
 
 
 def expected(catalog: Catalog) -> dict[str, object]:

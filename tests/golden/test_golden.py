@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from holdfast.catalog import Catalog
 from holdfast.errors import CheckpointNotFoundError
-from holdfast.format import decode_record, encode_value
+from holdfast.format import PerRank, decode_record, encode_value
 from holdfast.format._dtypes import DTYPES
 from holdfast.storage import LocalStorage, MemoryStorage
 
@@ -33,7 +33,7 @@ def catalog(tmp_path_factory):
 def test_all_of_them_are_listed_newest_first(catalog):
     listed = [info.prefix for info in catalog.list()]
     assert sorted(listed) == sorted(EXPECTED)
-    assert listed[:2] == ["reference", "values"]
+    assert listed[:4] == ["consolidated", "ranks", "reference", "values"]
     assert listed[-1] == "plain"
 
 
@@ -49,6 +49,8 @@ def test_the_digests_are_those_of_the_arrays_that_were_saved():
     given = {
         "plain": make_golden.plain(),
         "sliced": make_golden.sliced(),
+        "ranks": make_golden.of_ranks(),
+        "consolidated": make_golden.consolidated(),
         **{f"compressed/{name}": make_golden.compressible() for name in make_golden.COMPRESSED},
     }
     for prefix, tensors in given.items():
@@ -64,6 +66,29 @@ def test_the_values_are_those_that_were_saved(catalog):
     assert record.tree == record.custom == encode_value(make_golden.VALUES)
     back = encode_value(catalog.read("values"))
     assert back == record.tree
+
+
+def test_each_ranks_own_values_are_those_that_were_saved(catalog):
+    rng = catalog.read("ranks")["rng"]
+    assert isinstance(rng, PerRank)
+    assert [own["spare"] for own in rng.values] == [None, 0.5]
+    saved = [tensor.array for tensor in make_golden.of_ranks().values()]
+    np.testing.assert_array_equal([own["state"] for own in rng.values], saved)
+
+
+def test_model_files_hold_nothing_but_the_model_and_are_found_by_their_index(catalog):
+    folder = pathlib.Path(catalog.storage.url.removeprefix("file://")) / "consolidated"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert {*index["weight_map"].values()} == {file.name for file in files}
+    found = {}
+    for file in files:
+        with safetensors.safe_open(file, "np") as shard:
+            assert shard.metadata()["format"] == "pt"
+            found |= dict.fromkeys(shard.keys(), file.name)
+    assert found == index["weight_map"]
+    assert found.keys() == {"embed.weight", "x[0:2][0:2]", "head.weight"}
+    assert index["metadata"]["total_size"] == 56
 
 
 def test_they_hold_every_dtype_of_the_format():
@@ -106,8 +131,8 @@ def test_todays_writer_makes_the_same_bytes():
 def test_the_safetensors_library_opens_every_shard(path):
     with safetensors.safe_open(path, "np") as shard:
         names = set(shard.keys())
-    assert "__holdfast_chunks__" in names
-    assert len(names) > 1
+    assert ("__holdfast_chunks__" in names) is not path.name.startswith("model-")
+    assert names - {"__holdfast_chunks__"}
 
 
 def test_the_safetensors_library_reads_plain_tensors_as_they_were(tmp_path):

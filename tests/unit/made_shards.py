@@ -33,15 +33,15 @@ def make_shard(
     data = bytearray(layout.header)
     digests = []
     sizes = {}
-    for placed in layout.entries:
+    for placed, index in zip(layout.entries, layout.order, strict=True):
         assert len(data) == placed.offset
-        digests.append(chunk_digests(contents[placed.index]))
-        if placed.index in compressed:
-            parts = compressed[placed.index]
+        digests.append(chunk_digests(contents[index]))
+        if index in compressed:
+            parts = compressed[index]
             sizes[placed.key] = [len(part) for part in parts]
             data += b"".join(parts)
         else:
-            data += contents[placed.index]
+            data += contents[index]
     assert len(data) == layout.table_offset
     data += encode_table(layout, digests, sizes)
     assert len(data) == layout.file_bytes

@@ -265,7 +265,7 @@ def test_a_lease_is_renewed_while_the_save_goes_on():
             writes.append(method)
 
     watched.before = note
-    Catalog(watched, clock=clock).write("a", {f"t{i}": np.zeros(4) for i in range(10)})
+    Catalog(watched, clock=clock).write("a", {f"t{i}": np.zeros(10_000) for i in range(10)})
     assert writes.count("create") == 1
     assert writes.count("finish") >= 9
 

@@ -18,7 +18,7 @@ from holdfast.catalog._committed import find_committed
 from holdfast.catalog._placing import StoredBoxes
 from holdfast.catalog._reading import TensorReader
 from holdfast.catalog._shards import FILES_AT_ONCE, KEPT_BYTES, Shards
-from holdfast.catalog._writing import PLAIN_FILE_BYTES, _files
+from holdfast.catalog._writing import PLAIN_FILE_BYTES, _sources, grouped
 from holdfast.errors import CorruptedError, LoadError, TensorNotFoundError
 from holdfast.format import (
     CommitRecord,
@@ -202,7 +202,10 @@ def test_files_are_closed_before_they_are_too_large_and_large_arrays_are_cut_by_
     small = np.zeros(10, np.int64)
     files = [
         [(source.name, source.box.start, source.box.stop) for source in file]
-        for file in _files({"s": small, "w": rows, "z": small}, CompressionLevel.NONE)
+        for file in grouped(
+            _sources({"s": small, "w": rows, "z": small}, CompressionLevel.NONE),
+            CompressionLevel.NONE,
+        )
     ]
     assert 64 * gib == PLAIN_FILE_BYTES
     assert files == [

@@ -27,11 +27,11 @@ SURFACE = {
     """,
     "format": """
         CHUNK_BYTES ChunkTable CommitRecord CompressionLevel DIGEST_BYTES DType LeafRef
-        PlacedEntry ShardEntry ShardLayout StoredCut StoredFile StoredPlacement StoredTensor
+        PerRank PlacedEntry ShardEntry ShardLayout StoredCut StoredFile StoredPlacement StoredTensor
         TorchValue ValuePath chunk_digests codec_for compressed decode_record decode_value
         decompress_chunk digest dtype_of dtype_of_numpy encode_record encode_table
         encode_value entry_of_box file_digest header_bytes_needed leaf_digest numpy_dtype
-        parse_shard_header parse_table plan_shard
+        parse_shard_header parse_table per_rank_node plan_shard
     """,
     "reshard": """
         Box CopyRuns Grid Hole IndexRuns Layout Leaf LeafList Load Outside Overlap Part

@@ -230,9 +230,9 @@ def test_any_layout_reads_back_and_opens_in_the_library(made):
     library = listed_by_library(data)
     del library["__holdfast_chunks__"]
     assert {key: bytes(found["data"]) for key, found in library.items()} == stored
-    for placed in planned.entries:
-        assert placed.entry is entries[placed.index]
-        expected = b"".join(frames.get(placed.index, [contents[placed.index]]))
+    for placed, index in zip(planned.entries, planned.order, strict=True):
+        assert placed.entry is entries[index]
+        expected = b"".join(frames.get(index, [contents[index]]))
         assert stored[placed.key] == expected
 
 

@@ -469,6 +469,7 @@ TAGS = [
     "deque",
     "set",
     "frozenset",
+    "per_rank",
     "complex",
     "path",
     "datetime",

@@ -17,11 +17,19 @@ import msgspec
 
 from holdfast._lanes import run_all
 from holdfast.catalog._committed import Found, find_record, publish
-from holdfast.catalog._intents import DEFAULT_LEASE_S, Intent, check_lease, encode_intent
-from holdfast.catalog._names import attempt_of_shard, check_prefix, new_attempt, shard_name
+from holdfast.catalog._intents import DEFAULT_LEASE_S, Intent, announce, check_lease, renew
+from holdfast.catalog._model_index import settle_index
+from holdfast.catalog._names import (
+    SHARD_STARTS,
+    attempt_of_shard,
+    check_prefix,
+    is_model_name,
+    new_attempt,
+    shard_key,
+)
 from holdfast.catalog._needed import needed_in
 from holdfast.catalog._survey import storage_time, survey
-from holdfast.contracts import Clock, Storage
+from holdfast.contracts import Clock, ObjectInfo, Storage
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -52,7 +60,7 @@ class Attempt:
         self._storage = storage
         self._clock = clock
         self._seen = seen
-        _announce(storage, intent)
+        announce(storage, intent)
         self._renew_at_s = clock.now() + intent.lease_s / _RENEWALS_PER_LEASE
         self._open = True
         self._published = False
@@ -96,7 +104,8 @@ class Attempt:
         return self._seen if self._seen is not None and self._seen.is_committed else None
 
     def shard_key(self, rank: int, part: int = 0) -> str:
-        return f"{self.intent.prefix}/{shard_name(rank, self.intent.attempt, part)}"
+        """Where a rank writes its file; ``part`` counts if it writes several."""
+        return shard_key(self.intent.prefix, self.intent.attempt, rank, part)
 
     def keep_alive(self) -> None:
         """Renew the lease if it is time to: four times in each. Cheap to call often; call it at
@@ -110,7 +119,7 @@ class Attempt:
         self._check_lease()
         times = _RENEWALS_PER_LEASE
         try:
-            _renew(self._storage, self.intent)
+            renew(self._storage, self.intent)
         except CheckpointError as error:
             _log.warning("the lease of a save could not be renewed yet: %s", error)
             times = _TRIES_PER_LEASE
@@ -169,11 +178,9 @@ class Attempt:
         found = find_record(storage, prefix)
         if found is not None and found.record.attempt == self.intent.attempt:
             return
-        written = [
-            info.key
-            for info in storage.list(f"{prefix}/shard-")
-            if attempt_of_shard(info.key.removeprefix(f"{prefix}/")) == self.intent.attempt
-        ]
+        written = written_in(storage, prefix, self.intent.attempt)
+        if any(is_model_name(key.removeprefix(f"{prefix}/")) for key in written):
+            settle_index(storage, prefix)  # this attempt may have written one already
         if written and self._published:
             # It may have been committed for a moment, and another may refer to it since.
             needed = needed_in(survey(storage, storage_time(storage)).values())
@@ -211,20 +218,25 @@ class Attempt:
             ) from error
 
     def _check_written(self, file: StoredFile) -> None:
-        key, size_bytes = f"{file.prefix or self.intent.prefix}/{file.name}", file.size_bytes
+        prefix = file.prefix or self.intent.prefix
+        found = self._written(f"{prefix}/{file.name}")
+        if found.size_bytes != file.size_bytes:
+            raise SaveError(
+                f"a file was written with {file.size_bytes} bytes and now has {found.size_bytes}; "
+                "nothing was committed",
+                path=found.key,
+            )
+        if file.table is not None:
+            self._written(f"{prefix}/{file.table}")
+
+    def _written(self, key: str) -> ObjectInfo:
         try:
-            found = self._storage.stat(key)
+            return self._storage.stat(key)
         except ObjectNotFoundError as error:
             raise SaveError(
                 "a file of this checkpoint is gone, though it was written; nothing was committed",
                 path=key,
             ) from error
-        if found.size_bytes != size_bytes:
-            raise SaveError(
-                f"a file was written with {size_bytes} bytes and now has {found.size_bytes}; "
-                "nothing was committed",
-                path=key,
-            )
 
     def _is_ours(self, error: CheckpointError) -> bool:
         """After a commit that was refused: whether the record in place is this attempt's all the
@@ -271,21 +283,14 @@ class Attempt:
             _log.warning("the checkpoint is committed, but its intent stays until gc: %s", error)
 
 
-def _announce(storage: Storage, intent: Intent) -> None:
-    try:
-        storage.create(intent.key, encode_intent(intent))
-    except BaseException:
-        with contextlib.suppress(CheckpointError):  # it may be there all the same
-            storage.delete(intent.key)
-        raise
-
-
-def _renew(storage: Storage, intent: Intent) -> None:
-    """Write the intent again, in one step, and without comparing: not every filesystem can."""
-    data = encode_intent(intent)
-    with storage.open_writer(intent.key, size_bytes=len(data)) as writer:
-        writer.write_at(0, data)
-        writer.finish()
+def written_in(storage: Storage, prefix: str, attempt: str) -> list[str]:
+    """The files of an attempt, of all ranks, as far as they are there."""
+    return [
+        info.key
+        for start in SHARD_STARTS
+        for info in storage.list(f"{prefix}/{start}")
+        if attempt_of_shard(info.key.removeprefix(f"{prefix}/")) == attempt
+    ]
 
 
 def _exists(storage: Storage, prefix: str) -> CheckpointExistsError:

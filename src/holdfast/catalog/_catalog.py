@@ -12,7 +12,7 @@ import numpy as np
 from holdfast import _checks
 from holdfast.catalog._attempt import Attempt
 from holdfast.catalog._collect import GcReport, collect_garbage
-from holdfast.catalog._committed import find_committed
+from holdfast.catalog._committed import Found, find_committed
 from holdfast.catalog._delete import delete_checkpoint, delete_replaced, roll_back
 from holdfast.catalog._info import CheckpointInfo, info_of
 from holdfast.catalog._intents import DEFAULT_LEASE_S, check_lease
@@ -30,7 +30,7 @@ from holdfast.catalog._writing import (
 )
 from holdfast.contracts import Clock, Storage
 from holdfast.errors import LoadError
-from holdfast.format import CompressionLevel, encode_value
+from holdfast.format import CommitRecord, CompressionLevel, encode_value
 from holdfast.format._record_check import MAX_METRIC_CHARS
 from holdfast.resilience import FaultToleranceHandler, RetryPolicy
 from holdfast.storage import StorageOptions, open_storage, retrying
@@ -103,9 +103,7 @@ class Catalog:
             custom=encode_value(custom, root="custom"),
         )
         check_record_size(tree, facts.custom, self._storage, prefix)
-        attempt = Attempt.begin(
-            self._storage, prefix, overwrite=overwrite, lease_s=self._lease_s, clock=self._clock
-        )
+        attempt = self.begin(prefix, overwrite=overwrite)
 
         def tick(nbytes: int) -> None:
             attempt.keep_alive()
@@ -121,10 +119,20 @@ class Catalog:
                 retry=self._handler.execute_with_retry,
             )
             record = record_of(attempt, facts, tree=tree, files=files, tensors=tensors)
-            record = attempt.commit(record, next_ordinal=self._listing.next_ordinal)
+            record = self.commit(attempt, record)
         if attempt.replaces is not None:
             delete_replaced(self._storage, attempt.replaces)
         return info_of(prefix, record)
+
+    def begin(self, prefix: str, *, overwrite: bool = False) -> Attempt:
+        """Announce a save whose files the caller writes; see ``Attempt.begin``."""
+        return Attempt.begin(
+            self._storage, prefix, overwrite=overwrite, lease_s=self._lease_s, clock=self._clock
+        )
+
+    def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
+        """Make the checkpoint of an attempt exist, as the newest; see ``Attempt.commit``."""
+        return attempt.commit(record, next_ordinal=self._listing.next_ordinal)
 
     def list(self) -> list[CheckpointInfo]:
         """Every committed checkpoint, the newest first. One whose record is damaged, or of a
@@ -138,12 +146,15 @@ class Catalog:
 
     def info(self, prefix: str) -> CheckpointInfo:
         """``CheckpointNotFoundError`` if it is not committed."""
-        return info_of(prefix, find_committed(self._storage, check_prefix("prefix", prefix)).record)
+        return info_of(prefix, self.find(prefix).record)
+
+    def find(self, prefix: str) -> Found:
+        """The commit record; ``CheckpointNotFoundError`` if it is not committed."""
+        return find_committed(self._storage, check_prefix("prefix", prefix))
 
     def open(self, prefix: str) -> OpenCheckpoint:
         """Open a committed checkpoint for reading; ``CheckpointNotFoundError`` if it is none."""
-        found = find_committed(self._storage, check_prefix("prefix", prefix))
-        return OpenCheckpoint(self._storage, found)
+        return OpenCheckpoint(self._storage, self.find(prefix))
 
     def read(
         self, prefix: str, names: Iterable[str] | None = None, *, progress: Tick = lambda _: None
@@ -153,11 +164,11 @@ class Catalog:
         One that is replaced meanwhile is read again: the old one or the new one, whole.
         """
         while True:
-            found = find_committed(self._storage, check_prefix("prefix", prefix))
+            found = self.find(prefix)
             try:
                 return OpenCheckpoint(self._storage, found).read_tree(names, progress=progress)
             except LoadError:
-                now = find_committed(self._storage, prefix)
+                now = self.find(prefix)
                 if now.record.attempt == found.record.attempt:
                     raise
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from holdfast.catalog._committed import fence, lift
 from holdfast.catalog._intents import DEFAULT_LEASE_S
+from holdfast.catalog._model_index import has_model_files, settle_index
 from holdfast.catalog._names import is_clock, record_key
 from holdfast.catalog._needed import Needed, needed_in, unnamed
 from holdfast.catalog._survey import Folder, storage_time, survey
@@ -93,10 +94,18 @@ def _collect(
         if sure is None:
             return "a save began while gc was looking"
         garbage += sure
-    for key in [*garbage, *(intent.key for intent in folder.intents.values())]:
+    garbage += [intent.key for intent in folder.intents.values()]
+    if garbage or folder.has_index is not _needs_index(folder):
+        settle_index(storage, folder.prefix)  # first: it names files that are about to go
+    for key in garbage:
         storage.delete(key)
         deleted.append(key)
     return None
+
+
+def _needs_index(folder: Folder) -> bool:
+    found = folder.found
+    return found is not None and found.is_committed and has_model_files(found.record)
 
 
 def _reason_to_stay(folder: Folder, needed: Needed, *, fenced: bool) -> str | None:

@@ -13,7 +13,7 @@ import msgspec
 
 import holdfast
 from holdfast.catalog._names import new_attempt, record_key
-from holdfast.contracts import SMALL_OBJECT_BYTES, ObjectInfo, ReadRange, Storage
+from holdfast.contracts import SMALL_OBJECT_BYTES, Data, ObjectInfo, ReadRange, Storage
 from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptedError,
@@ -72,7 +72,19 @@ class Foreign:
 
 def look(storage: Storage, prefix: str) -> Found | Foreign | None:
     """What stands in the place of the prefix's commit record, tombstones and others' files
-    included. ``CorruptedError`` or ``IncompatibleVersionError`` if it cannot be read.
+    included. ``CorruptedError`` or ``IncompatibleVersionError`` if it cannot be read."""
+    seen = _read(storage, prefix)
+    return found_of(prefix, *seen) if isinstance(seen, tuple) else seen
+
+
+def found_of(prefix: str, data: Data, info: ObjectInfo) -> Found:
+    """A record from its bytes, read here or on another rank. Pure. ``CorruptedError`` or
+    ``IncompatibleVersionError`` if they cannot be read."""
+    return Found(prefix=prefix, record=decode_record(data, path=record_key(prefix)), info=info)
+
+
+def _read(storage: Storage, prefix: str) -> tuple[bytes, ObjectInfo] | Foreign | None:
+    """The bytes in the record's place, and their version.
 
     The version is asked for before the bytes: whoever replaces that version later replaces what
     was read here, or fails.
@@ -92,7 +104,7 @@ def look(storage: Storage, prefix: str) -> Found | Foreign | None:
         return None
     if data and not data.startswith(_BEGINNING) and not _DAMAGED.match(data):
         return Foreign(prefix=prefix)
-    return Found(prefix=prefix, record=decode_record(data, path=key), info=info)
+    return data, info
 
 
 def find_record(storage: Storage, prefix: str) -> Found | None:
@@ -113,11 +125,26 @@ def find_committed(storage: Storage, prefix: str) -> Found:
     """The committed checkpoint of that name, or ``CheckpointNotFoundError``."""
     found = find_record(storage, prefix)
     if found is None or not found.is_committed:
-        raise CheckpointNotFoundError(
-            "there is no committed checkpoint of this name; list them to see which there are",
-            path=f"{storage.url}/{prefix}",
-        )
+        raise _not_found(storage, prefix)
     return found
+
+
+def read_committed(storage: Storage, prefix: str) -> tuple[bytes, ObjectInfo]:
+    """The bytes of a committed checkpoint's record, for one rank to read and all to decode with
+    ``found_of``. Raises as ``find_committed`` does."""
+    seen = _read(storage, prefix)
+    if isinstance(seen, Foreign):
+        raise seen.error()
+    if seen is None or not found_of(prefix, *seen).is_committed:
+        raise _not_found(storage, prefix)
+    return seen
+
+
+def _not_found(storage: Storage, prefix: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        "there is no committed checkpoint of this name; list them to see which there are",
+        path=f"{storage.url}/{prefix}",
+    )
 
 
 def publish(storage: Storage, prefix: str, record: bytes, over: str | None) -> ObjectInfo:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from holdfast.catalog._committed import Found, find_committed, lift, look, new_tombstone, publish
+from holdfast.catalog._model_index import has_model_files, settle_index
 from holdfast.catalog._names import check_prefix, record_key
 from holdfast.catalog._needed import Needed, needed_in, unnamed
 from holdfast.catalog._survey import Folder, storage_time, survey
@@ -44,6 +45,8 @@ def delete_checkpoint(storage: Storage, prefix: str) -> None:
         raise
     tombstone = _take_away(storage, prefix, found.info.version, found.record.fence)
     with _gone(storage, prefix):
+        if has_model_files(found.record):
+            settle_index(storage, prefix)
         folder = _delete_own(storage, found)
         if tombstone is not None and (folder is None or not folder.intents):
             lift(storage, prefix, tombstone)
@@ -55,6 +58,8 @@ def delete_replaced(storage: Storage, replaced: Found) -> None:
     That the new one is saved does not hang on it: what cannot be deleted is left to gc.
     """
     try:
+        if has_model_files(replaced.record):
+            settle_index(storage, replaced.prefix)
         _delete_own(storage, replaced)
     except CheckpointError as error:
         _log.warning("files of the replaced %s stay until gc: %s", replaced.prefix, error)
@@ -63,7 +68,8 @@ def delete_replaced(storage: Storage, replaced: Found) -> None:
 def _delete_own(storage: Storage, gone: Found) -> Folder | None:
     """Delete the files in its own folder of a record that is no more, but for those needed.
     Returns what was in that folder. ``StorageError`` if it cannot be known which are needed."""
-    own = [f"{gone.prefix}/{file.name}" for file in gone.record.files if file.prefix is None]
+    files = (file for file in gone.record.files if file.prefix is None)
+    own = [f"{gone.prefix}/{name}" for file in files for name in file.names]
     folders = survey(storage, storage_time(storage))
     needed = needed_in(folders.values())
     if own:
@@ -97,6 +103,8 @@ def roll_back(storage: Storage, prefix: str) -> None:
         )
     tombstone = _take_away(storage, prefix, _version(storage, folder), _fences(folder))
     with _gone(storage, prefix):
+        if folder.has_index:
+            settle_index(storage, prefix)
         needed = needed_in(survey(storage, storage_time(storage)).values(), given_up={prefix})
         _refuse_blindly(needed)
         shards = [

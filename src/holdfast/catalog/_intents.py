@@ -4,6 +4,7 @@ Knows the lease, in the storage's own time: an intent is alive for ``lease_s`` a
 written, and a save writes it again and again.
 """
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import msgspec
 from holdfast import _checks
 from holdfast.catalog._names import intent_name
 from holdfast.contracts import ObjectInfo, Storage
-from holdfast.errors import CorruptedError
+from holdfast.errors import CheckpointError, CorruptedError
 
 DEFAULT_LEASE_S: Final = 600.0
 MAX_LEASE_S: Final = 24 * 3600.0
@@ -60,6 +61,24 @@ def encode_intent(intent: Intent) -> bytes:
         pid=os.getpid(),
     )
     return msgspec.json.encode(body)
+
+
+def announce(storage: Storage, intent: Intent) -> None:
+    """Write an intent that is not there yet; after an error it is not there either."""
+    try:
+        storage.create(intent.key, encode_intent(intent))
+    except BaseException:
+        with contextlib.suppress(CheckpointError):  # it may be there all the same
+            storage.delete(intent.key)
+        raise
+
+
+def renew(storage: Storage, intent: Intent) -> None:
+    """Write the intent again, in one step, and without comparing: not every filesystem can."""
+    data = encode_intent(intent)
+    with storage.open_writer(intent.key, size_bytes=len(data)) as writer:
+        writer.write_at(0, data)
+        writer.finish()
 
 
 def read_intent(storage: Storage, prefix: str, attempt: str) -> Intent:

@@ -69,6 +69,7 @@ def unnamed(
         found = find_record(storage, prefix)
         if found is None or not found.is_committed:
             return [*keys]
-        named = {file.name for file in found.record.files if file.prefix in {None, prefix}}
+        files = (file for file in found.record.files if file.prefix in {None, prefix})
+        named = {name for file in files for name in file.names}
         return [key for key in keys if key.removeprefix(f"{prefix}/") not in named]
     return None

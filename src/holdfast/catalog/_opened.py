@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from holdfast.format import LeafRef, StoredTensor, decode_value, dtype_of, numpy
 from holdfast.reshard import Box, Part
 
 Array = npt.NDArray[Any]
+
+_HARMLESS_BYTES: Final = 64 * 1024 * 1024
+"""What may be taken in memory before it is known that anything of it is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,15 +149,19 @@ class OpenCheckpoint:
         return fitting
 
     def _read(self, wanted: Mapping[str, tuple[StoredTensor, Box]], tick: Tick) -> dict[str, Array]:
-        self._reader.check_stored([(name, box) for name, (_, box) in wanted.items()])
+        size = sum([box.size * dtype_of(tensor.dtype).itemsize for tensor, box in wanted.values()])
+        checked = size > _HARMLESS_BYTES
+        if checked:
+            self._reader.check_stored([(name, box) for name, (_, box) in wanted.items()])
         arrays = {name: self._empty(name, *want) for name, want in wanted.items()}
         self._reader.fill(
             [
-                Want(name=name, part=Part.alone(box), into=as_bytes(arrays[name]))
+                Want(name, _alone(box), as_bytes(arrays[name]))
                 for name, (_, box) in wanted.items()
                 if arrays[name].nbytes
             ],
             tick=tick,
+            checked=checked,
         )
         return arrays
 
@@ -167,6 +174,11 @@ class OpenCheckpoint:
             raise LoadError(
                 f"there is no memory for the {size} bytes of tensor {name!r}", path=self._path
             ) from error
+
+
+def _alone(box: Box) -> Part:
+    """As ``Part.alone``, in a third of the time for all of a tensor; there may be very many."""
+    return Part.alone(box) if any(box.start) else Part(box=box, local=box, array_shape=box.stop)
 
 
 def _matching(names: Iterable[str], pattern: str) -> list[str]:

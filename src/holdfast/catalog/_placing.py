@@ -24,8 +24,8 @@ def placement_of_boxes(
     shape: tuple[int, ...], boxes: Sequence[Box], files: IndexRuns
 ) -> StoredPlacement:
     """As a grid if the boxes are one cut into rows, else box by box."""
-    if len(boxes) == 1 and boxes[0] == Box.whole(shape):
-        return placement_of_grid(Grid.whole(shape), files)
+    if len(boxes) == 1 and boxes[0].shape == shape:
+        return StoredPlacement(cuts=tuple([StoredCut(step=n) for n in shape]), files=files.runs)
     inner = [box.start[0] for box in boxes[1:]]
     if all(box.start[1:] == boxes[0].start[1:] and box.stop[1:] == shape[1:] for box in boxes):
         rows = Grid.of_cuts(shape, [inner, *([] for _ in shape[1:])])

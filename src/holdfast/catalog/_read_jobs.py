@@ -2,7 +2,7 @@
 belong. Knows files that are open, not records."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -14,18 +14,19 @@ from holdfast.format import CHUNK_BYTES, PlacedEntry
 from holdfast.reshard import CopyRuns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A piece, with where it is and where it goes."""
+class Job(NamedTuple):
+    """A piece, with where it is, how many raw bytes it has, and where they go. There are very
+    many."""
 
     shard: OpenShard
     placed: PlacedEntry
     piece: Piece
+    nbytes: int
     into: memoryview
 
-    @property
-    def nbytes(self) -> int:
-        return run_bytes(self.placed, self.piece.first, self.piece.last)
+    @classmethod
+    def of(cls, shard: OpenShard, placed: PlacedEntry, piece: Piece, into: memoryview) -> Self:
+        return cls(shard, placed, piece, run_bytes(placed, piece.first, piece.last), into)
 
 
 def all_chunks(shards: Iterable[OpenShard]) -> Iterator[Job]:
@@ -35,7 +36,7 @@ def all_chunks(shards: Iterable[OpenShard]) -> Iterator[Job]:
         for placed in shard.layout.entries:
             for first in range(0, placed.chunks, step):
                 piece = Piece(first=first, last=min(first + step, placed.chunks), dst_offset=0)
-                yield Job(shard=shard, placed=placed, piece=piece, into=memoryview(b""))
+                yield Job.of(shard, placed, piece, memoryview(b""))
 
 
 def unreadable(batch: Sequence[Job], error: CheckpointError) -> Iterator[BadChunk]:
@@ -78,19 +79,17 @@ def run_batch(storage: Storage, batch: Sequence[Job], *, keep: bool = True) -> l
             memory = memoryview(bytearray(job.nbytes))
         if keep and piece.copy is not None:
             copies.append((piece.copy, memory, base, job.into))
-        run = ChunkRun(
-            shard=job.shard, placed=job.placed, first=piece.first, last=piece.last, into=memory
-        )
-        runs.append(run)
+        runs.append(ChunkRun(job.shard, job.placed, piece.first, piece.last, memory))
     bad = read_runs(storage, runs)
     if not bad:
         for copy, scratch, base, into in copies:
-            _copy(copy, scratch, base, into)
+            copy_runs(copy, scratch, base, into)
     return bad
 
 
-def _copy(runs: CopyRuns, scratch: memoryview, base: int, into: memoryview) -> None:
-    """Copy by strided views, so that many short runs cost no more than few long ones."""
+def copy_runs(runs: CopyRuns, scratch: memoryview, base: int, into: memoryview) -> None:
+    """Copy from memory that starts at byte ``base`` of the source. Goes by strided views, so
+    that many short runs cost no more than few long ones."""
     shape = (*runs.counts, runs.nbytes)
     src = np.ndarray(
         shape, np.uint8, scratch, offset=runs.src_offset - base, strides=(*runs.src_strides, 1)

@@ -4,8 +4,7 @@ Chunks are read whole, because only whole chunks can be verified; nothing else i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from holdfast.format import CHUNK_BYTES
 from holdfast.reshard import Box, CopyRuns, Part, chunk_spans, copy_to_part, row_runs
@@ -16,13 +15,12 @@ BATCH_BYTES: Final = 8 * 1024 * 1024
 _CHUNKS: Final = BATCH_BYTES // CHUNK_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """Chunks ``first`` to ``last``, the latter not included, of one entry, to be read together.
 
     Without ``copy`` they belong as they are at ``dst_offset`` of the wanted box's memory.
     Otherwise they are read into scratch memory that starts where the first chunk does, and
-    copied.
+    copied. There are very many.
     """
 
     first: int
@@ -34,8 +32,11 @@ class Piece:
 def plan_box(raw_bytes: int, stored: Box, wanted: Part, itemsize: int) -> Iterator[Piece]:
     """How the elements that ``stored`` and ``wanted`` share are read from the entry that holds
     ``stored`` in ``raw_bytes``."""
-    if stored == wanted.box and wanted.box.shape == wanted.array_shape:
-        yield from _whole(raw_bytes)
+    if (stored is wanted.box or stored == wanted.box) and stored.shape == wanted.array_shape:
+        chunks = -(-raw_bytes // CHUNK_BYTES)
+        for at in range(0, chunks, _CHUNKS):
+            last = min(at + _CHUNKS, chunks)
+            yield Piece(at, last, at * CHUNK_BYTES)
         return
     shared = stored.intersect(wanted.box)
     if shared is None:
@@ -52,13 +53,6 @@ def plan_box(raw_bytes: int, stored: Box, wanted: Part, itemsize: int) -> Iterat
             dst_offset=0,
             copy=copy_to_part(block, stored, wanted, itemsize),
         )
-
-
-def _whole(raw_bytes: int) -> Iterator[Piece]:
-    chunks = -(-raw_bytes // CHUNK_BYTES)
-    for at in range(0, chunks, _CHUNKS):
-        last = min(at + _CHUNKS, chunks)
-        yield Piece(first=at, last=last, dst_offset=at * CHUNK_BYTES)
 
 
 def _contiguous(raw_bytes: int, whole: CopyRuns) -> Iterator[Piece]:

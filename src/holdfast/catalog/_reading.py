@@ -7,15 +7,17 @@ import contextlib
 import difflib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from holdfast._lanes import run_all
 from holdfast.catalog._committed import find_record
 from holdfast.catalog._names import record_key
 from holdfast.catalog._placing import StoredBoxes, box_bounds
-from holdfast.catalog._read_jobs import Job, all_chunks, batches, run_batch, unreadable
+from holdfast.catalog._read_jobs import Job, all_chunks, batches, copy_runs, run_batch, unreadable
 from holdfast.catalog._read_plan import plan_box
 from holdfast.catalog._shard_read import BadChunk, OpenShard, open_shard
 from holdfast.catalog._shards import FILES_AT_ONCE, Shards
@@ -27,8 +29,9 @@ from holdfast.errors import (
     StorageError,
     TensorNotFoundError,
 )
-from holdfast.format import CommitRecord, PlacedEntry, StoredTensor, dtype_of, entry_of_box
-from holdfast.reshard import Box, Part
+from holdfast.format import CommitRecord, PlacedEntry, StoredTensor, dtype_of
+from holdfast.format._entry_names import entry_name
+from holdfast.reshard import Box, Part, copy_to_part
 
 LANES: Final = 4
 """Requests in flight. On a disk more bring nothing, and each holds a batch of memory."""
@@ -39,26 +42,24 @@ _MOST_PARTS: Final = 64_000
 Tick = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
-    """A part of a tensor, and the contiguous memory of the array that is to hold it."""
+class Want(NamedTuple):
+    """A part of a tensor, and the contiguous memory of the array that is to hold it. There are
+    very many, so these are tuples, which are made in half the time."""
 
     name: str
     part: Part
     into: memoryview
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
+class _Stored(NamedTuple):
     """A stored box that has elements of the ``nth`` thing wanted, and its file's index."""
 
     nth: int
     box: Box
-    index: int
+    file: int
 
 
-def _index(part: _Stored) -> int:
-    return part.index
+_index = operator.attrgetter("file")
 
 
 class TensorReader:
@@ -74,21 +75,32 @@ class TensorReader:
         self._record = record
         self._shards = Shards(self._open)
 
-    def fill(self, wants: Iterable[Want], *, tick: Tick = lambda _: None) -> None:
+    def fill(
+        self,
+        wants: Iterable[Want],
+        *,
+        tick: Tick = lambda _: None,
+        whole_boxes: bool = False,
+        checked: bool = True,
+    ) -> None:
         """Fill every want, or raise: ``CorruptedError`` names tensor, file and bytes of the first
         damage met with. Memory beyond the wants' own is bounded, whatever their size. Boxes are
-        to be ``check_stored`` first."""
+        to be ``check_stored`` first; those that were not are ``checked`` here, file by file.
+
+        With ``whole_boxes`` every stored box of which anything is wanted is read, and verified,
+        as a whole, one after the other. Memory is then that of the largest one.
+        """
         wants = [*wants]
-        views = [self._view(want) for want in wants]
+        itemsizes = [dtype_of(self.tensor(want.name).dtype).itemsize for want in wants]
+        views = [_view(want, itemsize) for want, itemsize in zip(wants, itemsizes, strict=True)]
         boxes = [(want.name, want.part.box) for want in wants]
 
         def jobs(stored: Sequence[_Stored], shards: Mapping[int, OpenShard]) -> Iterator[Job]:
-            for part in stored:
-                want, shard = wants[part.nth], shards[part.index]
-                itemsize = dtype_of(self.tensor(want.name).dtype).itemsize
-                placed = self.placed(want.name, part.box, shard)
-                for piece in plan_box(placed.raw_bytes, part.box, want.part, itemsize):
-                    yield Job(shard=shard, placed=placed, piece=piece, into=views[part.nth])
+            for nth, box, index in stored:
+                want, shard = wants[nth], shards[index]
+                placed = self.placed(want.name, box, shard)
+                for piece in plan_box(placed.raw_bytes, box, want.part, itemsizes[nth]):
+                    yield Job.of(shard, placed, piece, views[nth])
 
         def run(batch: Sequence[Job]) -> None:
             with self._telling_missing_files():
@@ -97,8 +109,17 @@ class TensorReader:
                 raise bad.error()
             tick(sum(job.nbytes for job in batch))
 
-        for stored, shards in self._by_file(boxes):
-            run_all(batches(jobs(stored, shards)), run, lanes=LANES)
+        for stored, shards in self._by_file(boxes, check=not checked):
+            if not whole_boxes:
+                run_all(batches(jobs(stored, shards)), run, lanes=LANES)
+                continue
+            for nth, box, index in stored:
+                placed = self.placed(wants[nth].name, box, shards[index])
+                scratch = self._scratch(placed)
+                pieces = plan_box(placed.raw_bytes, box, Part.alone(box), itemsizes[nth])
+                whole = (Job.of(shards[index], placed, piece, scratch) for piece in pieces)
+                run_all(batches(whole), run, lanes=LANES)
+                _copy_shared(box, scratch, wants[nth].part, views[nth], itemsizes[nth])
 
     def tensor(self, name: str) -> StoredTensor:
         try:
@@ -118,10 +139,14 @@ class TensorReader:
     def placed(self, name: str, box: Box, shard: OpenShard) -> PlacedEntry:
         """The entry of a stored box. ``CorruptedError`` if the file has it not, or otherwise than
         the record says."""
-        tensor = self.tensor(name)
-        key = entry_of_box(name, tensor.shape, box_bounds(box))
-        placed = shard.layout.by_key.get(key)
-        if placed is None or (placed.entry.dtype, placed.entry.shape) != (tensor.dtype, box.shape):
+        tensor, shape = self.tensor(name), box.shape
+        whole = shape == tensor.shape
+        placed = shard.layout.by_key.get(name)  # most have just this name
+        if placed is None or placed.entry.box is not None or not whole:
+            key = entry_name(name, shape, None if whole else box_bounds(box))
+            placed = shard.layout.by_key.get(key)
+        if placed is None or placed.entry.dtype != tensor.dtype or placed.entry.shape != shape:
+            key = entry_name(name, shape, None if whole else box_bounds(box))
             found = (
                 "it has no such entry"
                 if placed is None
@@ -129,7 +154,7 @@ class TensorReader:
             )
             raise CorruptedError(
                 f"the record says that this file holds {key!r}, {tensor.dtype} of shape "
-                f"{box.shape}, but {found}; load another checkpoint",
+                f"{shape}, but {found}; load another checkpoint",
                 path=shard.key,
             )
         return placed
@@ -163,7 +188,7 @@ class TensorReader:
         no memory is taken for what is not there."""
         for stored, shards in self._by_file(boxes, check=True):
             for part in stored:
-                self.placed(boxes[part.nth][0], part.box, shards[part.index])
+                self.placed(boxes[part.nth][0], part.box, shards[part.file])
 
     def _by_file(
         self, boxes: Sequence[tuple[str, Box]], *, check: bool = False
@@ -174,7 +199,7 @@ class TensorReader:
         more of them than there is memory or time for, and is found out by the first.
         """
         parts = (
-            _Stored(nth=nth, box=box, index=index)
+            _Stored(nth, box, index)
             for nth, (name, wanted) in enumerate(boxes)
             for box, index in self._parts(name, wanted, check=check)
         )
@@ -185,15 +210,15 @@ class TensorReader:
             while group := {at: [*each] for at, each in itertools.islice(files, FILES_AT_ONCE)}:
                 yield [*itertools.chain(*group.values())], self._shards.get_all(group)
 
-    def _view(self, want: Want) -> memoryview:
-        """The memory of a want, as bytes."""
-        itemsize = dtype_of(self.tensor(want.name).dtype).itemsize
-        if want.into.nbytes != math.prod(want.part.array_shape) * itemsize:
-            raise ValueError(
-                f"{want.into.nbytes} bytes of memory for an array of {want.name!r} of shape "
-                f"{want.part.array_shape}"
-            )
-        return want.into.cast("B") if want.into.nbytes else want.into
+    def _scratch(self, placed: PlacedEntry) -> memoryview:
+        try:
+            return np.empty(placed.raw_bytes, np.uint8).data
+        except (MemoryError, ValueError) as error:
+            raise LoadError(
+                f"there is no memory for the {placed.raw_bytes} bytes that are stored together as "
+                f"{placed.key!r}; load with another resharding strategy",
+                path=f"{self._storage.url}/{self._prefix}",
+            ) from error
 
     def _open(self, index: int) -> OpenShard:
         file = self._record.files[index]
@@ -207,7 +232,7 @@ class TensorReader:
                 path=record_key(self._prefix),
             ) from error
 
-    def _parts(self, name: str, box: Box, *, check: bool = False) -> Iterator[tuple[Box, int]]:
+    def _parts(self, name: str, box: Box, *, check: bool = False) -> Iterable[tuple[Box, int]]:
         """The stored boxes that share elements with ``box``, and their files' indexes.
 
         A tensor that is stored in one piece needs no geometry; there may be very many of them.
@@ -215,13 +240,14 @@ class TensorReader:
         tensor = self.tensor(name)
         ((first, _, count), *more) = tensor.placement.files
         if count == 1 and not more:
-            if not box.is_empty:
-                yield Box.whole(tensor.shape), first
-            return
+            if box.is_empty:
+                return ()
+            whole = box.stop == tensor.shape and not any(box.start)
+            return ((box if whole else Box.whole(tensor.shape), first),)
         stored = StoredBoxes.of(tensor)
         if check:
             stored.check(name, record_key(self._prefix))
-        yield from stored.within(box)
+        return stored.within(box)
 
     @contextlib.contextmanager
     def _telling_missing_files(self) -> Iterator[None]:
@@ -238,3 +264,23 @@ class TensorReader:
             raise CorruptedError(
                 "a file of the checkpoint is missing; load another checkpoint", path=error.path
             ) from error
+
+
+def _view(want: Want, itemsize: int) -> memoryview:
+    """The memory of a want, as bytes."""
+    into = want.into
+    if into.nbytes != math.prod(want.part.array_shape) * itemsize:
+        raise ValueError(
+            f"{into.nbytes} bytes of memory for an array of {want.name!r} of shape "
+            f"{want.part.array_shape}"
+        )
+    return into if not into.nbytes or (into.format, into.ndim) == ("B", 1) else into.cast("B")
+
+
+def _copy_shared(
+    stored: Box, memory: memoryview, wanted: Part, into: memoryview, itemsize: int
+) -> None:
+    """Copy what a want has of a stored box that is in memory."""
+    shared = stored.intersect(wanted.box)
+    if shared is not None:
+        copy_runs(copy_to_part(shared, stored, wanted, itemsize), memory, 0, into)

@@ -3,15 +3,15 @@
 Knows one file at a time; which chunks are wanted is decided elsewhere.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from holdfast.contracts import ReadRange, Storage
 from holdfast.errors import CorruptedError, LoadError
 from holdfast.format import (
     CHUNK_BYTES,
-    DIGEST_BYTES,
     ChunkTable,
     PlacedEntry,
     ShardLayout,
@@ -28,6 +28,7 @@ MAX_TABLE_BYTES: Final = 256 * 1024 * 1024
 """The most that is read of a chunk table: that of a file of 4 TiB."""
 
 _FIRST_BYTES: Final = 64 * 1024
+_LONG_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,8 @@ class OpenShard:
 
 def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
     """``CorruptedError`` if the file is of another size, or its header or table are not what the
-    commit record says they were. ``ObjectNotFoundError`` if it is missing, ``LoadError`` if there
-    is no memory for its header or table."""
+    commit record says they were. ``ObjectNotFoundError`` if it, or its table beside it, is
+    missing, ``LoadError`` if there is no memory for its header or table."""
     size = storage.stat(key).size_bytes
     if size != expected.size_bytes:
         raise CorruptedError(
@@ -65,7 +66,8 @@ def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
             f"{MAX_TABLE_BYTES} are read",
             path=key,
         )
-    table = read_bytes(storage, key, layout.table_offset, layout.table_bytes)
+    table_key = _table_key(storage, key, layout, expected)
+    table = read_bytes(storage, table_key, layout.table_offset, layout.table_bytes)
     if file_digest(layout.header, table).hex() != expected.digest:
         raise CorruptedError(
             "the header or chunk table of a file is not the one that was written; load another "
@@ -73,6 +75,27 @@ def open_shard(storage: Storage, key: str, expected: StoredFile) -> OpenShard:
             path=key,
         )
     return OpenShard(key=key, layout=layout, table=parse_table(layout, table, path=key))
+
+
+def _table_key(storage: Storage, key: str, layout: ShardLayout, expected: StoredFile) -> str:
+    """The object that holds the table, the file itself or the one that the record names."""
+    if layout.table_beside is not (expected.table is not None):
+        raise CorruptedError(
+            "the header of a file and the commit record do not agree on where its chunk table is; "
+            "load another checkpoint",
+            path=key,
+        )
+    if expected.table is None:
+        return key
+    table_key = f"{key.rpartition('/')[0]}/{expected.table}"
+    size = storage.stat(table_key).size_bytes
+    if size != layout.table_bytes:
+        raise CorruptedError(
+            f"the chunk table of a file has {size} bytes, but {layout.table_bytes} were written; "
+            "load another checkpoint",
+            path=table_key,
+        )
+    return table_key
 
 
 def read_bytes(storage: Storage, key: str, start: int, nbytes: int) -> bytearray:
@@ -86,25 +109,15 @@ def read_bytes(storage: Storage, key: str, start: int, nbytes: int) -> bytearray
     return data
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkRun:
+class ChunkRun(NamedTuple):
     """Chunks ``first`` to ``last``, the latter not included, of an entry, and the memory that is
-    to hold their raw bytes."""
+    to hold their raw bytes. There are very many."""
 
     shard: OpenShard
     placed: PlacedEntry
     first: int
     last: int
     into: memoryview
-
-    @property
-    def start(self) -> int:
-        """The first raw byte, counted from the entry's first."""
-        return self.first * CHUNK_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        return run_bytes(self.placed, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,48 +149,81 @@ def run_bytes(placed: PlacedEntry, first: int, last: int) -> int:
 
 def read_runs(storage: Storage, runs: Sequence[ChunkRun]) -> list[BadChunk]:
     """Fill every run, all of one shard, in one request to the storage. Returns the chunks that
-    are damaged; what is in memory for those is not to be used."""
-    wanted = []
-    frames: list[memoryview | None] = []
-    for run in runs:
-        if run.placed.codec is None:
-            start, into = run.placed.offset + run.start, run.into
-            frames.append(None)
+    are damaged; what is in memory for those is not to be used.
+
+    Long runs are read to where they belong. Short ones and frames are read together with their
+    neighbours in the file and copied: thousands of short ranges are work for a storage.
+    """
+    spans = [_stored_span(run) for run in runs]
+    wanted: list[ReadRange] = []
+    stored: list[memoryview | None] = []
+    for first, last in _neighbours(spans):
+        start, stop = spans[first].start, spans[last - 1].stop
+        if spans[first].direct:
+            memory = runs[first].into
+            stored.append(None)
         else:
-            offsets = run.shard.table.frame_offsets_of(run.placed)
-            start = offsets[run.first]
-            into = memoryview(bytearray(offsets[run.last] - start))
-            frames.append(into)
-        wanted.append(ReadRange(start=start, into=into))
+            memory = memoryview(bytearray(stop - start))
+            stored += [memory[low - start : high - start] for low, high, _ in spans[first:last]]
+        wanted.append(ReadRange(start=start, into=memory))
     storage.read_into(runs[0].shard.key, wanted)
     bad: list[BadChunk] = []
-    for run, stored in zip(runs, frames, strict=True):
-        bad += _check(run, stored)
+    for run, read in zip(runs, stored, strict=True):
+        if read is not None and run.placed.codec is None:
+            run.into[:] = read
+        bad += _check(run, read)
     return bad
 
 
+class _Span(NamedTuple):
+    """Where a run is stored in the file, and whether it is read to where it belongs."""
+
+    start: int
+    stop: int
+    direct: bool
+
+
+def _stored_span(run: ChunkRun) -> _Span:
+    if run.placed.codec is None:
+        start = run.placed.offset + run.first * CHUNK_BYTES
+        size = len(run.into)
+        return _Span(start, start + size, size >= _LONG_BYTES)
+    offsets = run.shard.table.frame_offsets_of(run.placed)
+    return _Span(offsets[run.first], offsets[run.last], False)
+
+
+def _neighbours(spans: Sequence[_Span]) -> Iterator[tuple[int, int]]:
+    """The numbers, from the first up to the last, of runs to be read together."""
+    first = 0
+    for nth, (before, span) in enumerate(itertools.pairwise(spans), 1):
+        if span.start != before.stop or span.direct or before.direct:
+            yield first, nth
+            first = nth
+    yield first, len(spans)
+
+
 def _check(run: ChunkRun, stored: memoryview | None) -> list[BadChunk]:
-    digests = run.shard.table.digests_of(run.placed)
-    sizes = run.shard.table.frames_of(run.placed) if stored is not None else []
+    """The chunks that are damaged. Frames, which are in ``stored``, are decompressed."""
+    table, placed = run.shard.table, run.placed
+    sizes = table.frames_of(placed)
     bad = []
     at = 0
     for chunk in range(run.first, run.last):
         start = (chunk - run.first) * CHUNK_BYTES
         raw = run.into[start : start + CHUNK_BYTES]
         problem = None
-        if stored is not None:
+        if sizes and stored is not None:
             problem = _decompress(run, stored[at : at + sizes[chunk]], raw)
             at += sizes[chunk]
-        if problem is None:
-            expected = digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
-            problem = None if digest(raw) == expected else "are not what was written"
+        if problem is None and digest(raw) != table.digest_of(placed, chunk):
+            problem = "are not what was written"
         if problem is not None:
             first = chunk * CHUNK_BYTES
             bad.append(
                 BadChunk(
                     key=run.shard.key,
-                    entry=run.placed.key,
-                    tensor=run.placed.entry.name,
+                    entry=placed.key,
+                    tensor=placed.entry.name,
                     start=first,
                     stop=first + len(raw),
                     problem=problem,

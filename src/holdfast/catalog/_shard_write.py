@@ -1,14 +1,18 @@
 """Writes a shard: every byte is digested on its way, and read from its source once. Knows no
 records and no ranks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.contracts import Storage
+from holdfast.catalog._names import table_name
+from holdfast.catalog._spool import Spool
+from holdfast.contracts import Data, ObjectWriter, Storage
 from holdfast.format import (
     CHUNK_BYTES,
     CompressionLevel,
@@ -76,6 +80,10 @@ class WrittenShard:
 Tick = Callable[[int], None]
 """Told of every few bytes as they are written."""
 
+_TICK_FRAMES: Final = 64
+_LONG_BYTES: Final = 64 * 1024
+_JOINED_BYTES: Final = 256 * 1024
+
 
 def write_shard(
     storage: Storage,
@@ -84,29 +92,39 @@ def write_shard(
     *,
     level: CompressionLevel = CompressionLevel.NONE,
     tick: Tick = lambda _: None,
+    metadata: Mapping[str, str] | None = None,
+    table_key: str | None = None,
 ) -> WrittenShard:
     """Write the sources as one file, visible and durable on return.
 
+    ``metadata`` is added to the file's own. With ``table_key``, which must be ``table_name`` of
+    the file in the same folder, the file has nothing in it but the sources, and its chunk table
+    is written after it as an object of its own.
+
     Uncompressed bytes go straight from the sources to the storage. Compressed ones are held
-    until the shard is complete, because the header comes first and must know their sizes: give
-    sources of few bytes at a time.
+    until all are, because the header comes first and must know their sizes: up to 64 MiB in
+    memory, and what is more in a temporary file. ``tick`` is told 0 now and then meanwhile.
     """
+    if table_key is not None and table_key != table_name(key):
+        raise ValueError(f"table_key must be {table_name(key)!r}, not {table_key!r}")
+    entries = [source.entry for source in sources]
+    beside = table_key is not None
     if level is CompressionLevel.NONE:
-        layout = plan_shard([source.entry for source in sources])
-        body: Body = _Plain(sources)
-    else:
-        body = _compress(sources, level)
-        codecs = [codec_for(level, source.entry.dtype) or "" for source in sources]
+        layout = plan_shard(entries, metadata=metadata, table_beside=beside)
+        return _write(storage, key, layout, _Plain(sources), tick=tick, table_key=table_key)
+    with Spool() as spool:
+        body = _compress(sources, level, spool, tick)
+        codecs = [codec_for(level, entry.dtype) or "" for entry in entries]
         stored = {i: (codecs[i], sizes) for i, sizes in enumerate(body.frame_sizes)}
-        layout = plan_shard([source.entry for source in sources], stored=stored)
-    return _write(storage, key, layout, body, tick)
+        layout = plan_shard(entries, metadata=metadata, stored=stored, table_beside=beside)
+        return _write(storage, key, layout, body, tick=tick, table_key=table_key)
 
 
 class Body(Protocol):
     frame_sizes: Sequence[Sequence[int]]
 
-    def stored(self, index: int) -> Iterable[memoryview | bytes]:
-        """What to store for a source, in order."""
+    def stored(self, index: int) -> Iterable[Data]:
+        """What to store for a source, in order. Asked once for each."""
 
     def digests(self, index: int) -> bytes:
         """The digests of its raw chunks; known once they were stored."""
@@ -128,28 +146,64 @@ class _Plain:
         return b"".join(self._digests[index])
 
 
+class _Stream:
+    """What follows each other in a file. Short pieces are joined before they are written: to a
+    storage thousands of them are thousands of times the work."""
+
+    def __init__(self, writer: ObjectWriter, offset: int, tick: Tick) -> None:
+        self._writer = writer
+        self._tick = tick
+        self._short: list[Data] = []
+        self._short_bytes = 0
+        self.offset = offset
+
+    def append(self, piece: Data) -> None:
+        size = len(piece)
+        if size >= _LONG_BYTES:
+            self.flush()
+            self._write(self.offset, piece)
+        else:
+            self._short.append(piece)
+            self._short_bytes += size
+        self.offset += size
+        if self._short_bytes >= _JOINED_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._short:
+            self._write(self.offset - self._short_bytes, b"".join(self._short))
+            self._short, self._short_bytes = [], 0
+
+    def _write(self, offset: int, piece: Data) -> None:
+        self._writer.write_at(offset, piece)
+        self._tick(len(piece))
+
+
 class _Compressed:
     def __init__(
-        self, frames: list[list[memoryview | bytes]], digests: Sequence[Sequence[bytes]]
+        self,
+        spool: Spool,
+        frames: Sequence[Sequence[int]],
+        frame_sizes: Sequence[Sequence[int]],
+        digests: Sequence[Sequence[bytes]],
     ) -> None:
+        self._spool = spool
         self._frames = frames
         self._digests = digests
-        self.frame_sizes: Sequence[Sequence[int]] = [
-            [len(frame) for frame in of_source] for of_source in frames
-        ]
+        self.frame_sizes = frame_sizes
 
-    def stored(self, index: int) -> Iterator[memoryview | bytes]:
-        frames = self._frames[index]
-        frames.reverse()
-        while frames:  # given away one by one, so that memory is freed on the way
-            yield frames.pop()
+    def stored(self, index: int) -> Iterator[Data]:
+        return map(self._spool.take, self._frames[index])
 
     def digests(self, index: int) -> bytes:
         return b"".join(self._digests[index])
 
 
-def _compress(sources: Sequence[Source], level: CompressionLevel) -> _Compressed:
-    frames: list[list[memoryview | bytes]] = [[] for _ in sources]
+def _compress(
+    sources: Sequence[Source], level: CompressionLevel, spool: Spool, tick: Tick
+) -> _Compressed:
+    frames: list[list[int]] = [[] for _ in sources]
+    sizes: list[list[int]] = [[] for _ in sources]
     digests: list[list[bytes]] = [[] for _ in sources]
     owners: list[int] = []
 
@@ -160,43 +214,61 @@ def _compress(sources: Sequence[Source], level: CompressionLevel) -> _Compressed
                 owners.append(index)
                 yield source.entry.dtype, chunk
 
-    for nth, frame in enumerate(compressed(chunks(), level=level)):
-        frames[owners[nth]].append(frame)
-    return _Compressed(frames, digests)
+    with contextlib.closing(compressed(chunks(), level=level)) as stream:
+        for nth, frame in enumerate(stream):
+            frames[owners[nth]].append(spool.add(frame))
+            sizes[owners[nth]].append(len(frame))
+            if nth % _TICK_FRAMES == 0:
+                tick(0)  # a large file takes longer than a lease
+    return _Compressed(spool, frames, sizes, digests)
 
 
-def _write(storage: Storage, key: str, layout: ShardLayout, body: Body, tick: Tick) -> WrittenShard:
+def _write(
+    storage: Storage,
+    key: str,
+    layout: ShardLayout,
+    body: Body,
+    *,
+    tick: Tick,
+    table_key: str | None,
+) -> WrittenShard:
     sizes = {
-        placed.key: body.frame_sizes[placed.index]
-        for placed in layout.entries
+        placed.key: body.frame_sizes[index]
+        for placed, index in zip(layout.entries, layout.order, strict=True)
         if placed.codec is not None
     }
     with storage.open_writer(key, size_bytes=layout.file_bytes) as writer:
         writer.write_at(0, layout.header)
-        for placed in layout.entries:
-            offset = placed.offset
-            for piece in body.stored(placed.index):
-                writer.write_at(offset, piece)
-                offset += len(piece)
-                tick(len(piece))
+        stream = _Stream(writer, len(layout.header), tick)
+        for placed, index in zip(layout.entries, layout.order, strict=True):
+            for piece in body.stored(index):
+                stream.append(piece)
+            offset = stream.offset
             if offset != placed.offset + placed.stored_bytes:
                 raise ValueError(
                     f"the source of {placed.key!r} gave {offset - placed.offset} bytes where its "
                     f"shape and dtype make {placed.stored_bytes}"
                 )
-        digests = [body.digests(placed.index) for placed in layout.entries]
+        stream.flush()
+        digests = [body.digests(index) for index in layout.order]
         table = encode_table(layout, digests, sizes)
-        writer.write_at(layout.table_offset, table)
+        if table_key is None:
+            writer.write_at(layout.table_offset, table)
         writer.finish()
+    if table_key is not None:
+        with storage.open_writer(table_key, size_bytes=len(table)) as writer:
+            writer.write_at(0, table)
+            writer.finish()
     file = StoredFile(
         name=key.rpartition("/")[2],
         size_bytes=layout.file_bytes,
         digest=file_digest(layout.header, table).hex(),
+        table=None if table_key is None else table_key.rpartition("/")[2],
     )
-    order = sorted(range(len(digests)), key=lambda at: layout.entries[at].index)
-    return WrittenShard(file=file, digests=tuple(digests[at] for at in order))
+    by_source = dict(zip(layout.order, digests, strict=True))
+    return WrittenShard(file=file, digests=tuple(by_source[at] for at in range(len(by_source))))
 
 
 def raw_bytes(entry: ShardEntry) -> int:
     """How many bytes an entry's box has."""
-    return dtype_of(entry.dtype).itemsize * int(np.prod(entry.shape, dtype=object))
+    return dtype_of(entry.dtype).itemsize * math.prod(entry.shape)

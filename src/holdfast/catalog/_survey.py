@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.catalog._committed import Foreign, Found, look
 from holdfast.catalog._intents import DEFAULT_LEASE_S, Intent, is_alive, read_intent
-from holdfast.catalog._names import attempt_of_intent, attempt_of_shard, new_clock
+from holdfast.catalog._names import MODEL_INDEX, attempt_of_intent, attempt_of_shard, new_clock
 from holdfast.contracts import COMMIT_RECORD, ObjectInfo, Storage
 from holdfast.errors import CheckpointError, CorruptedError, ObjectNotFoundError, StorageError
 
@@ -18,7 +18,8 @@ _log = logging.getLogger("holdfast.catalog")
 class Folder:
     """The objects of one prefix. ``problem`` says why its record could not be read; ``unknown``
     are the attempts whose intent could not: nobody knows what they refer to. ``foreign`` if
-    somebody else's file is in the record's place, and nothing else here is of a checkpoint."""
+    somebody else's file is in the record's place, and nothing else here is of a checkpoint.
+    ``has_index`` if there is an index of model files, holdfast's or not."""
 
     prefix: str
     shards: dict[str, list[str]] = field(default_factory=dict)
@@ -29,12 +30,14 @@ class Folder:
     found: Found | None = None
     problem: CheckpointError | None = None
     foreign: bool = False
+    has_index: bool = False
 
     def named(self) -> Iterator[str]:
         """The keys of the files that the committed record names, also in other folders."""
         if self.found is not None and self.found.is_committed:
             for file in self.found.record.files:
-                yield f"{file.prefix or self.prefix}/{file.name}"
+                for name in file.names:
+                    yield f"{file.prefix or self.prefix}/{name}"
 
 
 def survey(storage: Storage, now_s: float) -> Mapping[str, Folder]:
@@ -44,8 +47,11 @@ def survey(storage: Storage, now_s: float) -> Mapping[str, Folder]:
     """
     folders: dict[str, Folder] = {}
     intents: list[tuple[Folder, str, ObjectInfo]] = []
+    indexed: set[str] = set()
     for info in storage.list():
         prefix, _, name = info.key.rpartition("/")
+        if name == MODEL_INDEX:
+            indexed.add(prefix)
         shard, intent = attempt_of_shard(name), attempt_of_intent(name)
         if not prefix or (shard is None and intent is None and name != COMMIT_RECORD):
             continue
@@ -56,6 +62,8 @@ def survey(storage: Storage, now_s: float) -> Mapping[str, Folder]:
             intents.append((folder, intent, info))
         else:
             folder.has_record = True
+    for prefix in indexed & folders.keys():
+        folders[prefix].has_index = True
     for folder, attempt, info in intents:
         _add_intent(storage, folder, attempt, info, now_s)
     for folder in folders.values():

@@ -3,7 +3,7 @@
 Knows how leaves become shards and shards a record. The commit itself is ``_attempt``'s.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
@@ -16,7 +16,14 @@ import holdfast
 from holdfast.catalog._attempt import Attempt
 from holdfast.catalog._committed import COMMITTED, utc_now
 from holdfast.catalog._placing import box_bounds, placement_of_boxes
-from holdfast.catalog._shard_write import ArraySource, Tick, WrittenShard, raw_bytes, write_shard
+from holdfast.catalog._shard_write import (
+    ArraySource,
+    Source,
+    Tick,
+    WrittenShard,
+    raw_bytes,
+    write_shard,
+)
 from holdfast.contracts import SMALL_OBJECT_BYTES, Storage
 from holdfast.errors import SaveError
 from holdfast.format import (
@@ -39,6 +46,9 @@ comes first, is known."""
 PLAIN_FILE_BYTES: Final = 64 * 1024 * 1024 * 1024
 """Bytes after which any other file is closed: object stores have a largest object, and a file that
 is damaged or has to be written again should not be everything."""
+
+MULTI_SHARD: Final = "multi_shard"
+"""The record's word for a checkpoint of any number of files from any number of ranks."""
 
 _HEADER_BYTES: Final = 16 * 1024 * 1024
 _ENTRY_HEADER_BYTES: Final = 160
@@ -71,7 +81,7 @@ def collect_leaves(state: object) -> tuple[object, dict[str, Array]]:
     leaves: dict[str, Array] = {}
 
     def leaf(path: ValuePath, value: object) -> LeafRef | None:
-        array = _storable(value)
+        array = storable_array(value)
         if array is None:
             return None
         name = _free_name(_leaf_name(path), leaves)
@@ -94,7 +104,7 @@ def write_leaves(
     this returns."""
     files: list[StoredFile] = []
     placed: dict[str, list[tuple[Box, int]]] = {name: [] for name in leaves}
-    for part, sources in enumerate(_files(leaves, level)):
+    for part, sources in enumerate(grouped(_sources(leaves, level), level)):
         key = attempt.shard_key(0, part)
         arrays = [source.source for source in sources]
         written = retry(partial(write_shard, storage, key, arrays, level=level, tick=tick))
@@ -130,37 +140,45 @@ def record_of(
     tree: object,
     files: Sequence[StoredFile],
     tensors: Mapping[str, StoredTensor],
+    world_size: int = 1,
+    shard_format: str = MULTI_SHARD,
 ) -> CommitRecord:
-    """The commit record of a checkpoint that one process wrote. Its ordinal is the commit's."""
+    """The commit record of a checkpoint that ``world_size`` ranks wrote. Its ordinal is the
+    commit's."""
     return CommitRecord(
         state=COMMITTED,
         ordinal=0,
         attempt=attempt.intent.attempt,
         created=utc_now(),
-        world_size=1,
+        world_size=world_size,
         writer=f"holdfast {holdfast.__version__}",
         step=facts.step,
         metrics=dict(facts.metrics or {}),
         custom=facts.custom,
         tree=tree,
+        shard_format=shard_format,
         files=tuple(files),
         tensors=dict(tensors),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BoxSource:
+class BoxSource:
+    """A box of a leaf, and where its bytes come from."""
+
     name: str
     box: Box
-    source: ArraySource
+    source: Source
 
 
-def _files(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[list[_BoxSource]]:
-    """What goes into one file, file by file."""
-    limit = _file_bytes(level)
-    file: list[_BoxSource] = []
+def grouped(
+    sources: Iterable[BoxSource], level: CompressionLevel, limit: int | None = None
+) -> Iterator[list[BoxSource]]:
+    """What goes into one file, file by file. ``limit`` is other than the level's own."""
+    limit = file_bytes(level) if limit is None else limit
+    file: list[BoxSource] = []
     size = header = 0
-    for source in _sources(leaves, level):
+    for source in sources:
         nbytes = raw_bytes(source.source.entry)
         named = _ENTRY_HEADER_BYTES + 6 * len(source.name)
         if file and (size + nbytes > limit or header + named > _HEADER_BYTES):
@@ -173,15 +191,15 @@ def _files(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[lis
         yield file
 
 
-def _file_bytes(level: CompressionLevel) -> int:
+def file_bytes(level: CompressionLevel) -> int:
     return PLAIN_FILE_BYTES if level is CompressionLevel.NONE else COMPRESSED_FILE_BYTES
 
 
-def _sources(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[_BoxSource]:
+def _sources(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[BoxSource]:
     for name, array in leaves.items():
         whole = Box.whole(array.shape)
         dtype = dtype_of_numpy(array.dtype)
-        for box in split_box(whole, _file_bytes(level) // dtype.itemsize):
+        for box in split_box(whole, file_bytes(level) // dtype.itemsize):
             where = tuple(map(slice, box.start, box.stop))
             entry = ShardEntry(
                 name=name,
@@ -189,12 +207,10 @@ def _sources(leaves: Mapping[str, Array], level: CompressionLevel) -> Iterator[_
                 shape=box.shape,
                 box=None if box == whole else box_bounds(box),
             )
-            yield _BoxSource(
-                name=name, box=box, source=ArraySource(entry=entry, array=array[where])
-            )
+            yield BoxSource(name=name, box=box, source=ArraySource(entry=entry, array=array[where]))
 
 
-def _storable(value: object) -> Array | None:
+def storable_array(value: object) -> Array | None:
     """``value`` as an array for a shard, in this machine's byte order, or ``None`` if it is no
     array or of a dtype that no shard has."""
     if type(value) is np.memmap:

@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 T = TypeVar("T")
 
 LOOK_S = 0.05
+GLANCE_S = 0.001
 CANCEL_S = 0.25
 STARVED_S = 0.5
 BRIEF_S = 1.0
@@ -93,7 +94,9 @@ class Session:
             self.answered_at = time.monotonic()
 
 
-class _Job(Generic[T]):
+class Job(Generic[T]):
+    """A piece of work that a channel's thread does or has done."""
+
     def __init__(self, work: Callable[[Session], T]) -> None:
         self.work = work
         self.done = threading.Event()
@@ -127,7 +130,7 @@ def briefly(quiet: Quiet) -> TimeoutError | None:
     return TimeoutError() if quiet.seconds > BRIEF_S else None
 
 
-def _wait(job: _Job[T], judge: Judge) -> T:
+def _wait(job: Job[T], judge: Judge) -> T:
     verdict = None
     looked_at = time.monotonic()
     while verdict is None and not job.done.wait(LOOK_S):
@@ -141,11 +144,18 @@ def _wait(job: _Job[T], judge: Judge) -> T:
     try:
         if verdict is not None:
             raise verdict
+        return _result(job)
+    finally:
+        del job, verdict  # see Channel.run
+
+
+def _result(job: Job[T]) -> T:
+    try:
         if job.error is not None:
             raise job.error.with_traceback(None)  # the channel's own frames help nobody
         return job.value
     finally:
-        del job, verdict  # see Channel.run
+        del job  # see Channel.run
 
 
 @final
@@ -154,7 +164,7 @@ class Channel:
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         self.usable = True
-        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         # Started before connecting: connecting blocks too when the store's host is stopped.
         self._thread = threading.Thread(
             target=self._serve, args=(connect,), name="holdfast-store", daemon=True
@@ -167,24 +177,51 @@ class Channel:
         While it runs, ``judge`` is told for how long the store has been quiet and may return an
         error: then the work is abandoned and the error raised.
         """
-        job = _Job(work)
-        self._jobs.put(job)
+        job = self.begin(work)
         try:
             return _wait(job, judge)
         except BaseException:
-            if not job.done.is_set():  # else only its chores are left, and those shall be done
-                job.cancelled.set()
-            self.usable = job.done.wait(CANCEL_S) and self.usable
+            self._cancel(job)
             raise
         finally:
             # An error refers to this frame; if the frame referred to the error, both, and the
             # coordinator with its helper process, would live until the next garbage collection.
             del job
 
+    def begin(self, work: Callable[[Session], T]) -> Job[T]:
+        """Have ``work`` done in its turn, and wait for nothing. See ``glance``."""
+        job = Job(work)
+        self._jobs.put(job)
+        return job
+
+    def glance(self, job: Job[Any], judge: Judge) -> bool:
+        """Whether a job is done, now or in a moment; if it failed, raises its error. ``judge`` is
+        as in ``run``, and asked once."""
+        verdict = None
+        try:
+            if not job.done.wait(GLANCE_S):
+                verdict = judge(job.quiet())
+                if verdict is None:
+                    return False
+                # Nobody may have looked for long, and no thread of this process have run: then
+                # the answer is about to be heard.
+                if not job.done.wait(CANCEL_S):
+                    self._cancel(job)
+                    raise verdict
+            _result(job)
+            return True
+        finally:
+            del job, verdict  # see Channel.run
+
+    def _cancel(self, job: Job[Any]) -> None:
+        if not job.done.is_set():  # else only its chores are left, and those shall be done
+            job.cancelled.set()
+        self.usable = job.done.wait(CANCEL_S) and self.usable
+
     def post(self, work: Callable[[Session], object]) -> None:
         """Do ``work`` when the store can be reached, wait for nothing, and end the channel."""
         self.usable = False
-        self._jobs.put(_Job(work))
+        self._jobs.put(Job(work))
         self._jobs.put(None)
 
     def close(self) -> None:

@@ -12,15 +12,16 @@ takes as long as that server needs for some five messages a rank.
 import contextlib
 import functools
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, final
 
 from holdfast.coordination._beacon import LEFT
-from holdfast.coordination._channel import Channel, Quiet, Session, StoreFailedError, briefly
+from holdfast.coordination._channel import Channel, Job, Quiet, Session, StoreFailedError, briefly
 from holdfast.coordination._liveness import Liveness
-from holdfast.coordination._outcome import decode, encode, late_error, lost_error
+from holdfast.coordination._outcome import decode, encode, late_error, lost_error, overdue_error
 from holdfast.coordination._values import delete, join, put, rest, split, take
 from holdfast.errors import (
     CheckpointError,
@@ -106,6 +107,9 @@ class StoreExchange:
         self._count = 0
         self._meeting: Meeting | None = None
         self._mine: list[str] = []
+        self._glance: Job[None] | None = None
+        self._looked_first = math.inf
+        self._look_at = 0.0
 
     def barrier(self, timeout_s: float | None, *, last: bool = False) -> None:
         self._meet(self._next("barrier", timeout_s, last=last), b"", lambda _: b"")
@@ -192,6 +196,37 @@ class StoreExchange:
 
     def set_value(self, key: str, value: bytes) -> None:
         self._run(lambda session: session.set(key, value))
+
+    def check(self) -> None:
+        now = time.monotonic()
+        job, self._glance = self._glance, None
+        if job is None or (job.done.is_set() and job.error is None):
+            # The other ranks' health is known here; only for their errors the store is asked.
+            if now < self._look_at and now <= self._deadline and not self._ranks.lost():
+                return
+            self._looked_first = min(self._looked_first, now)
+            self._look_at = now + _pause_s(now - self._looked_first)
+            job = self._channel.begin(self._look)
+        try:
+            if not self._channel.glance(job, self._judge_glance):
+                self._glance = job  # for the next time
+        except StoreFailedError as error:
+            raise self._without_store(f"the store failed: {error}") from error
+        finally:
+            del job  # see Channel.run
+
+    def _look(self, session: Session) -> None:
+        lost = self._ranks.lost()  # read before looking: a rank that failed may have left since
+        self._raise_if_failed(session)
+        if lost:
+            raise lost_error(lost, self._name)
+        if time.monotonic() > self._deadline:
+            raise overdue_error(self._name, self._timeout_s)
+
+    def _judge_glance(self, quiet: Quiet) -> CheckpointError | None:
+        if quiet.seconds > STUCK_S and time.monotonic() > self._deadline + STUCK_S:
+            return overdue_error(self._name, self._timeout_s)
+        return self._judge(None, quiet)
 
     def fail(self, record: ErrorRecord) -> ErrorRecord:
         if self._ranks.is_closed():
@@ -392,9 +427,7 @@ class StoreExchange:
                 return
             self._raise_if_failed(session)
             session.pause(min(pause_s, max(0.0, meeting.deadline - now)))
-            # Lively at first, then in proportion to the time already waited: a long wait
-            # costs the store little and ends at most 5 % late.
-            pause_s = min(pause_s * 1.3, max(0.005, (now - began) / 20), MAX_PAUSE_S)
+            pause_s = min(pause_s * 1.3, _pause_s(now - began))
 
         return poll
 
@@ -460,3 +493,9 @@ class StoreExchange:
             f"ranks cannot reach each other in {self._name}: {reason}. "
             "Is the process that hosts the torch.distributed store still running?"
         )
+
+
+def _pause_s(waited_s: float) -> float:
+    """Between two looks at the store: lively at first, then in proportion to the time already
+    waited. A long wait costs the store little and ends at most 5 % late."""
+    return min(max(0.005, waited_s / 20), MAX_PAUSE_S)

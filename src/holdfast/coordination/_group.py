@@ -6,13 +6,14 @@ stand the checks on what callers give, and the block that ends alike on all rank
 
 import abc
 import contextlib
+import time
 from collections.abc import Generator
 from types import TracebackType
 from typing import Protocol, Self, final
 
 from holdfast import _checks
 from holdfast.contracts import Data, Operation
-from holdfast.coordination._outcome import error_to_raise
+from holdfast.coordination._outcome import error_to_raise, overdue_error
 from holdfast.errors import ClosedError, ErrorRecord
 
 _PHASE = "_holdfast_phase"
@@ -31,13 +32,22 @@ class Exchange(Protocol):
 
     def all_gather(self, data: bytes, timeout_s: float | None) -> list[bytes]: ...
 
+    def check(self) -> None:
+        """Raise what a collective would, were it called now; wait for nobody."""
+
     def fail(self, record: ErrorRecord) -> ErrorRecord:
         """Tell the others, and return the record they all go by: the first one told."""
 
 
 @final
 class Alone:
-    """The exchange of a world of one: everybody is here already."""
+    """The exchange of a world of one: everybody is here already. ``deadline`` is a moment of
+    ``time.monotonic``."""
+
+    def __init__(self, name: str, timeout_s: float, deadline: float) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._deadline = deadline
 
     def barrier(self, timeout_s: float | None, *, last: bool = False) -> None: ...
 
@@ -52,6 +62,10 @@ class Alone:
     def all_gather(self, data: bytes, timeout_s: float | None) -> list[bytes]:
         del timeout_s
         return [data]
+
+    def check(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise overdue_error(self._name, self._timeout_s)
 
     def fail(self, record: ErrorRecord) -> ErrorRecord:
         return record
@@ -99,6 +113,9 @@ class GroupOperation:
 
     def phase(self, name: str) -> "_Phase":
         return _Phase(self, _name(name))
+
+    def check(self) -> None:
+        self._running().check()
 
     def agree(self) -> None:
         """The barrier that ends the operation."""

@@ -11,6 +11,7 @@ from holdfast.errors import (
     CheckpointError,
     CoordinationError,
     ErrorRecord,
+    OperationTimeoutError,
     RankLostError,
     RankTimeoutError,
 )
@@ -90,5 +91,14 @@ def late_error(late: Mapping[int, str], what: str, timeout_s: float) -> RankTime
         f"{names} did not arrive at {what} within {timeout_s:g} s; {places}",
         rank=ranks[0],
         ranks=ranks,
+        timeout_s=timeout_s,
+    )
+
+
+def overdue_error(what: str, timeout_s: float) -> OperationTimeoutError:
+    """For a rank that has used up the time itself: no other kept it waiting."""
+    return OperationTimeoutError(
+        f"{what} did not end within {timeout_s:g} s: this rank is still at work in it. "
+        "Give it more time (timeout_s) if it was not stuck",
         timeout_s=timeout_s,
     )

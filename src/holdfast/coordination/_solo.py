@@ -1,6 +1,8 @@
 """The coordinator of a job with one process: every collective is already complete."""
 
 import contextlib
+import math
+import time
 from collections.abc import Generator
 from typing import final
 
@@ -42,6 +44,10 @@ class SoloCoordinator(GroupCoordinator):
     def _open(self, name: str, timeout_s: float | None) -> Generator[Exchange]:
         if self._closed:
             raise ClosedError("this coordinator is closed")
-        turns = self._turns.of(name, titled(name))
+        title = titled(name)
+        turns = self._turns.of(name, title)
+        # Without a limit from the caller only the wait for its turn has one: nobody waits for it.
+        limit_s = math.inf if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
         with turns.serve(turns.draw(), TIMEOUT_S if timeout_s is None else timeout_s):
-            yield Alone()
+            yield Alone(title, limit_s, deadline)

@@ -71,7 +71,7 @@ class TorchCoordinator(GroupCoordinator):
                 f"liveness_timeout_s must be at least {MIN_LIVENESS_S}, not {liveness_timeout_s!r}"
             )
         self._timeout_s = _checks.seconds("timeout_s", timeout_s)
-        self._rank, self._world_size, self._store = _members(process_group)
+        self._group, self._rank, self._world_size, self._store = _members(process_group)
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._guard = threading.Lock()
@@ -96,6 +96,11 @@ class TorchCoordinator(GroupCoordinator):
     @property
     def world_size(self) -> int:
         return self._world_size
+
+    @property
+    def process_group(self) -> "ProcessGroup":
+        """The process group this was made for; the default one if none was given."""
+        return self._group
 
     def wait_for_rank(self, rank: int, timeout_s: float | None = None) -> None:
         _checks.rank("rank", rank, self._world_size)
@@ -209,7 +214,7 @@ class TorchCoordinator(GroupCoordinator):
         turn = turns.draw()
         if self._world_size == 1:
             with turns.serve(turn, limit_s):
-                yield Alone()
+                yield Alone(title, limit_s, deadline)
             return
         exchange = functools.partial(
             self._exchange,
@@ -280,8 +285,8 @@ def _close_all(channels: list[Channel]) -> None:
         channels.pop().close()
 
 
-def _members(process_group: "ProcessGroup | None") -> tuple[int, int, Any]:
-    """This rank, the number of ranks, and their store."""
+def _members(process_group: "ProcessGroup | None") -> "tuple[ProcessGroup, int, int, Any]":
+    """The group given or else the default one, this rank in it, its size, and its store."""
     try:
         import torch.distributed as dist  # noqa: PLC0415 -- optional: `holdfast[torch]`
     except ImportError as error:
@@ -300,7 +305,7 @@ def _members(process_group: "ProcessGroup | None") -> tuple[int, int, Any]:
         raise CoordinationError(
             "this process is not a member of the process group given to TorchCoordinator"
         )
-    return rank, dist.get_world_size(group), group.get_group_store()
+    return group, rank, dist.get_world_size(group), group.get_group_store()
 
 
 def _own_address(store: Any) -> str:

@@ -14,11 +14,12 @@ from holdfast.format._record_schema import (
     StoredPlacement,
     StoredTensor,
 )
-from holdfast.format._shard import PlacedEntry, ShardEntry, ShardLayout, plan_shard
+from holdfast.format._shard import plan_shard
+from holdfast.format._shard_layout import PlacedEntry, ShardEntry, ShardLayout
 from holdfast.format._shard_parse import header_bytes_needed, parse_shard_header
 from holdfast.format._value_decode import decode_value
-from holdfast.format._value_encode import encode_value
-from holdfast.format._value_model import LeafRef
+from holdfast.format._value_encode import encode_value, per_rank_node
+from holdfast.format._value_model import LeafRef, PerRank
 from holdfast.format._value_path import ValuePath
 from holdfast.format._value_torch import TorchValue
 
@@ -30,6 +31,7 @@ __all__ = [
     "CompressionLevel",
     "DType",
     "LeafRef",
+    "PerRank",
     "PlacedEntry",
     "ShardEntry",
     "ShardLayout",
@@ -58,5 +60,6 @@ __all__ = [
     "numpy_dtype",
     "parse_shard_header",
     "parse_table",
+    "per_rank_node",
     "plan_shard",
 ]

@@ -14,7 +14,7 @@ import xxhash
 from holdfast.contracts import Data
 from holdfast.errors import CorruptedError
 from holdfast.format._digest import DIGEST_BYTES, last_chunk_bytes
-from holdfast.format._shard import MAX_FRAME_BYTES, PlacedEntry, ShardLayout
+from holdfast.format._shard_layout import MAX_FRAME_BYTES, PlacedEntry, ShardLayout
 
 _FRAME_SIZE: Final = np.dtype("<u4")
 
@@ -31,8 +31,15 @@ class ChunkTable:
         start = placed.first_chunk * DIGEST_BYTES
         return memoryview(self.digests)[start : start + placed.chunks * DIGEST_BYTES]
 
+    def digest_of(self, placed: PlacedEntry, chunk: int) -> bytes:
+        """The digest of one of an entry's chunks."""
+        start = (placed.first_chunk + chunk) * DIGEST_BYTES
+        return self.digests[start : start + DIGEST_BYTES]
+
     def frames_of(self, placed: PlacedEntry) -> list[int]:
         """The stored sizes of a compressed entry's frames; none for another entry."""
+        if placed.codec is None:
+            return []
         start = placed.first_frame
         sizes: list[int] = self.frame_sizes[start : start + placed.frames].tolist()
         return sizes

@@ -4,7 +4,7 @@ what a codec does."""
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 from holdfast import _checks
 from holdfast.format._codecs import CompressionLevel, compress_chunk
@@ -28,7 +28,7 @@ def compressed(
     *,
     level: CompressionLevel | str,
     threads: int = 2,
-) -> Iterator[bytes | memoryview]:
+) -> Generator[bytes | memoryview, None, None]:
     """What to store for each ``(dtype, chunk)``, in order: its frame, or the chunk itself if it
     does not shrink or ``level`` is NONE.
 
@@ -44,7 +44,7 @@ def compressed(
 
 def _run(
     chunks: Iterable[tuple[str, memoryview]], level: CompressionLevel, threads: int
-) -> Iterator[bytes | memoryview]:
+) -> Generator[bytes | memoryview, None, None]:
     if level is CompressionLevel.NONE:
         for _, chunk in chunks:
             yield chunk

@@ -31,7 +31,7 @@ def entry_name(name: str, shape: Sequence[int], box: Bounds | None) -> str:
 
     ``shape`` is that of the box. ``ValueError`` if the name is empty, too long or not Unicode.
     """
-    _check_name(name)
+    check_name(name)
     if box is None:
         if not needs_box(name):
             return name
@@ -53,12 +53,12 @@ def parse_entry_name(entry: str) -> tuple[str, Bounds | None]:
     """
     opening = _box_opening(entry)
     if opening is None:
-        if needs_box(entry):
+        if _is_reserved(entry):
             raise ValueError("the name is reserved")
-        _check_name(entry)
+        check_name(entry)
         return entry, None
     name = entry[:opening]
-    _check_name(name)
+    check_name(name)
     return name, _parse_box(entry[opening + 1 : -1])
 
 
@@ -74,14 +74,17 @@ def box_shape(box: Bounds) -> tuple[int, ...]:
 
 def needs_box(name: str) -> bool:
     """Whether an entry for this whole tensor must carry its box to be told apart."""
-    return (
-        name == _METADATA_KEY or name.startswith(_RESERVED_START) or _box_opening(name) is not None
-    )
+    return _is_reserved(name) or _box_opening(name) is not None
 
 
-def _check_name(name: str) -> None:
-    if not (name.isascii() and 0 < len(name) <= MAX_NAME_CHARS):
+def check_name(name: str) -> None:
+    """``ValueError`` unless a tensor can have that name."""
+    if not (type(name) is str and name.isascii() and 0 < len(name) <= MAX_NAME_CHARS):
         text("name", name, most=MAX_NAME_CHARS)
+
+
+def _is_reserved(name: str) -> bool:
+    return name == _METADATA_KEY or name.startswith(_RESERVED_START)
 
 
 def _box_opening(entry: str) -> int | None:

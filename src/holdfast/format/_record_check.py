@@ -11,7 +11,7 @@ from typing import Final
 
 from holdfast import _checks
 from holdfast.format._dtypes import DTYPES, DType
-from holdfast.format._entry_names import MAX_NAME_CHARS, SHOWN_CHARS
+from holdfast.format._entry_names import SHOWN_CHARS, check_name
 from holdfast.format._record_schema import (
     CommitRecord,
     StoredCut,
@@ -19,7 +19,7 @@ from holdfast.format._record_schema import (
     StoredPlacement,
     StoredTensor,
 )
-from holdfast.format._shard import DATA_ALIGNMENT, raw_bytes
+from holdfast.format._shard_layout import DATA_ALIGNMENT, raw_bytes
 
 MAX_CELLS: Final = 50_000_000
 MAX_BOXES: Final = 1_000_000
@@ -29,7 +29,11 @@ MAX_PREFIX_CHARS: Final = 1024
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 _NUMBER: Final = r"(?:0|[1-9][0-9]{0,9})"
-_SHARD_NAME: Final = re.compile(rf"shard-{_NUMBER}-[0-9a-f]{{16}}(?:-{_NUMBER})?\.safetensors")
+_COUNTED: Final = r"(?:[0-9]{5}|[1-9][0-9]{5,9})"
+_SHARD_NAME: Final = re.compile(
+    rf"(?:shard-{_NUMBER}-[0-9a-f]{{16}}(?:-{_NUMBER})?|model-{_COUNTED}-of-{_COUNTED}-[0-9a-f]{{16}})"
+    r"\.safetensors"
+)
 _CREATED: Final = re.compile(
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,6})?Z"
 )
@@ -52,7 +56,7 @@ def check_record(record: CommitRecord) -> None:
     cells = boxes = 0
     for name, tensor in record.tensors.items():
         try:
-            _checks.text("the name", name, most=MAX_NAME_CHARS)
+            check_name(name)
             boxes += len(tensor.placement.boxes or ())
             if boxes > MAX_BOXES:
                 raise ValueError(f"the record has more than {MAX_BOXES} boxes up to here")  # noqa: TRY301
@@ -88,7 +92,14 @@ def _check_files(files: tuple[StoredFile, ...]) -> None:
 
 def _check_file(file: StoredFile) -> None:
     if not _SHARD_NAME.fullmatch(file.name):
-        raise ValueError("this is no name of a shard, shard-<rank>-<attempt>[-<n>].safetensors")
+        raise ValueError(
+            "this is no name of a shard, shard-<rank>-<attempt>[-<n>].safetensors or "
+            "model-<n>-of-<count>-<attempt>.safetensors"
+        )
+    if file.table is not None and file.table != f"{file.name.removesuffix('.safetensors')}.chunks":
+        raise ValueError(
+            f"its table must be named as it is, but with .chunks, not {file.table[:SHOWN_CHARS]!r}"
+        )
     if not _DIGEST.fullmatch(file.digest):
         raise ValueError(f"digest must be 32 hex digits, not {file.digest[:SHOWN_CHARS]!r}")
     if file.size_bytes < DATA_ALIGNMENT:
@@ -122,10 +133,9 @@ def _check_parts(placement: StoredPlacement, shape: tuple[int, ...], dtype: DTyp
     cuts = placement.cuts or ()
     if len(cuts) != len(shape):
         raise ValueError(f"it has {len(shape)} dimensions, but cuts for {len(cuts)}")
-    parts = math.prod(
-        _check_cut(cut, size, dimension)
-        for dimension, (cut, size) in enumerate(zip(cuts, shape, strict=True))
-    )
+    parts = 1
+    for dimension, (cut, size) in enumerate(zip(cuts, shape, strict=True)):
+        parts *= _check_cut(cut, size, dimension)
     if parts != 1 and 0 in shape:
         raise ValueError("a tensor without elements has one part")
     return parts

@@ -24,12 +24,19 @@ class _Stored(
 
 class StoredFile(_Stored, frozen=True, kw_only=True):
     """A shard: ``digest`` (32 hex digits) is over its header and table; ``prefix`` names the
-    checkpoint whose folder it is in, ``None`` being the record's own."""
+    checkpoint whose folder it is in, ``None`` being the record's own. ``table`` names the object
+    in the same folder that holds its chunk table, if the file itself does not."""
 
     name: str
     size_bytes: Count = msgspec.field(name="size")
     digest: str
     prefix: str | None = None
+    table: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every object that the shard is made of."""
+        return (self.name,) if self.table is None else (self.name, self.table)
 
 
 class StoredCut(_Stored, frozen=True, kw_only=True):

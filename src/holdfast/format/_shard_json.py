@@ -1,13 +1,13 @@
 """The JSON inside a shard's header: which fields, of which types. Knows no offsets and no names."""
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from holdfast.errors import CorruptedError, IncompatibleVersionError
 from holdfast.format._digest import CHUNK_BYTES
 from holdfast.format._entry_names import SHOWN_CHARS
-from holdfast.format._shard import (
+from holdfast.format._shard_layout import (
     LENGTH_BYTES,
     MAX_CODEC_CHARS,
     MAX_ENTRIES,
@@ -48,11 +48,13 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: int
     chunk_bytes: int
+    table: Literal["beside"] | None = None
     encoded: dict[str, Encoding] = {}
 
 
 _DECODE_HEADER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _DECODE_LISTED: Final = msgspec.json.Decoder(Listed).decode
+_DECODE_ALL_LISTED: Final = msgspec.json.Decoder(list[Listed]).decode
 _DECODE_METADATA: Final = msgspec.json.Decoder(dict[str, str]).decode
 _DECODE_VERSION: Final = msgspec.json.Decoder(_Version).decode
 _DECODE_ABOUT: Final = msgspec.json.Decoder(About).decode
@@ -65,11 +67,33 @@ def decode_header(head: bytes) -> tuple[dict[str, str], dict[str, Listed]]:
     # Every entry has this once, so too many are told before any of them takes memory.
     _check_count(head.count(b'"data_offsets"') - 1)
     text = memoryview(head)[LENGTH_BYTES:]
-    scan_json(text, max_depth=_HEADER_DEPTH)
+    try:
+        found = _decode(text)
+    except (CorruptedError, RecursionError, ValueError):
+        scan_json(text, max_depth=_HEADER_DEPTH)
+        raise
+    if not _is_written(text, *found):
+        scan_json(text, max_depth=_HEADER_DEPTH)
+    return found
+
+
+def _decode(text: memoryview) -> tuple[dict[str, str], dict[str, Listed]]:
     raw = _DECODE_HEADER(text)
     metadata = _DECODE_METADATA(raw.pop(METADATA_ENTRY, b"{}"))
     _check_count(len(raw) - 1)
-    return metadata, {key: _listed(key, entry) for key, entry in raw.items()}
+    try:  # all at once, which takes a fifth of the time
+        listed = _DECODE_ALL_LISTED(b"[%b]" % b",".join(raw.values()))
+    except ValueError:
+        return metadata, {key: _listed(key, entry) for key, entry in raw.items()}
+    return metadata, dict(zip(raw, listed, strict=True))
+
+
+def _is_written(text: memoryview, metadata: dict[str, str], listed: dict[str, Listed]) -> bool:
+    """Whether the text is what holdfast writes for what was decoded from it, byte for byte, and
+    so has nothing that ``scan_json`` refuses. Found out many times as fast: a key that occurs
+    twice is decoded once, and so is not written."""
+    written = msgspec.json.encode({METADATA_ENTRY: metadata, **listed})
+    return text[: len(written)] == written and not bytes(text[len(written) :]).strip(b" ")
 
 
 def _check_count(entries: int) -> None:

@@ -11,7 +11,8 @@ from holdfast.errors import CheckpointError, CorruptedError, IncompatibleVersion
 from holdfast.format._digest import chunk_count
 from holdfast.format._dtypes import DTYPES, DType
 from holdfast.format._entry_names import SHOWN_CHARS, box_shape, parse_entry_name
-from holdfast.format._shard import (
+from holdfast.format._shard_json import About, Encoding, Listed, decode_about, decode_header
+from holdfast.format._shard_layout import (
     DATA_ALIGNMENT,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -22,7 +23,6 @@ from holdfast.format._shard import (
     ShardLayout,
     raw_bytes,
 )
-from holdfast.format._shard_json import About, Encoding, Listed, decode_about, decode_header
 
 
 def header_bytes_needed(first_8: Data, file_bytes: int, *, path: str) -> int:
@@ -73,7 +73,8 @@ def _parse(head: bytes, file_bytes: int) -> ShardLayout:
     # Other writers may list entries in another order than that of the file.
     in_order = sorted(listed.items(), key=lambda item: item[1].data_offsets)
     placed = _placed(in_order, len(head), None)
-    return _layout(head, file_bytes, metadata, placed, table=None)
+    layout = ShardLayout.of(placed, header=head, metadata=metadata, is_holdfast=False)
+    return _of_size(layout, file_bytes)
 
 
 def _holdfast_layout(
@@ -86,7 +87,9 @@ def _holdfast_layout(
     if len(head) % DATA_ALIGNMENT:
         raise CorruptedError(f"it is {len(head)} bytes long, no multiple of {DATA_ALIGNMENT}")
     items = list(listed.items())
-    if not items or items[-1][0] != TABLE_ENTRY:
+    if about.table is not None and TABLE_ENTRY in listed:
+        raise CorruptedError("it lists a chunk table, but says that it is beside the file")
+    if about.table is None and (not items or items[-1][0] != TABLE_ENTRY):
         raise CorruptedError("its last entry is not the chunk table")
     if unknown := about.encoded.keys() - listed.keys():
         raise CorruptedError(
@@ -94,29 +97,29 @@ def _holdfast_layout(
         )
     if TABLE_ENTRY in about.encoded:
         raise CorruptedError("it encodes the chunk table")
-    _, table = items.pop()
-    return _layout(
-        head, file_bytes, metadata, _placed(items, len(head), about.encoded), table=table
+    table = items.pop()[1] if about.table is None else None
+    layout = ShardLayout.of(
+        _placed(items, len(head), about.encoded),
+        header=head,
+        metadata=metadata,
+        is_holdfast=True,
+        table_beside=table is None,
     )
-
-
-def _layout(
-    head: bytes,
-    file_bytes: int,
-    metadata: Mapping[str, str],
-    placed: tuple[PlacedEntry, ...],
-    *,
-    table: Listed | None,
-) -> ShardLayout:
-    layout = ShardLayout.of(placed, header=head, metadata=metadata, is_holdfast=table is not None)
     if table is not None:
-        start, stop = table.data_offsets
-        size, end = layout.table_bytes, layout.table_offset - len(head)
-        if table.dtype != "U8" or table.shape != (size,) or (start, stop) != (end, end + size):
-            raise CorruptedError(
-                f"its chunk table is not the {size} bytes after the last entry that its "
-                f"{layout.chunks} chunks need"
-            )
+        _check_table(layout, table)
+    return _of_size(layout, file_bytes)
+
+
+def _check_table(layout: ShardLayout, table: Listed) -> None:
+    size, end = layout.table_bytes, layout.table_offset - len(layout.header)
+    if table.dtype != "U8" or table.shape != (size,) or table.data_offsets != (end, end + size):
+        raise CorruptedError(
+            f"its chunk table is not the {size} bytes after the last entry that its "
+            f"{layout.chunks} chunks need"
+        )
+
+
+def _of_size(layout: ShardLayout, file_bytes: int) -> ShardLayout:
     if layout.file_bytes != file_bytes:
         raise CorruptedError(
             f"it describes {layout.file_bytes} bytes, but the file has {file_bytes}"
@@ -129,7 +132,7 @@ def _placed(
 ) -> tuple[PlacedEntry, ...]:
     placed: list[PlacedEntry] = []
     offset = chunks = frames = 0
-    for index, (key, found) in enumerate(listed):
+    for key, found in listed:
         try:
             encoding = None if encoded is None else encoded.get(key)
             dtype, shape, size = _contents(found, encoding)
@@ -155,7 +158,6 @@ def _placed(
                 codec=codec,
                 first_chunk=chunks,
                 first_frame=frames,
-                index=index,
             )
         )
         offset = stop

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NoReturn
 
 from holdfast.errors import CorruptedError, IncompatibleVersionError
 from holdfast.format import _value_numpy, _value_scalars, _value_torch
-from holdfast.format._value_model import FACTORIES, MAX_VALUE_DEPTH, LeafRef
+from holdfast.format._value_model import FACTORIES, MAX_VALUE_DEPTH, LeafRef, PerRank, rank_step
 from holdfast.format._value_path import Place, shown
 from holdfast.format._value_tags import (
     INT64_LEAST,
@@ -67,6 +67,7 @@ class _Decoder:
             "deque": self._deque,
             "set": self._members,
             "frozenset": lambda payload: frozenset(self._members(payload)),
+            "per_rank": self._per_rank,
         }
 
     def value(self, encoded: object) -> object:
@@ -150,6 +151,20 @@ class _Decoder:
             decoded.append(self.value(value))
         steps.pop()
         return decoded
+
+    def _per_rank(self, payload: object) -> object:
+        if self._place.is_aside:
+            raise Malformed("no value per rank can be there")
+        steps = self._place.steps
+        steps.append(None)
+        decoded = []
+        for rank, value in enumerate(items_of(payload)):
+            steps[-1] = rank_step(rank)
+            decoded.append(self.value(value))
+        steps.pop()
+        if not decoded:
+            raise Malformed("a value per rank has none")
+        return PerRank(tuple(decoded))
 
     def _fill(self, mapping: dict[Any, Any], payload: object) -> object:
         steps = self._place.steps

@@ -7,7 +7,7 @@ is not kept: a list that occurs twice is stored twice, and one that contains its
 
 import enum
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.errors import SaveError
 from holdfast.format import _value_numpy, _value_scalars, _value_torch
 from holdfast.format._value_decode import decode_value
-from holdfast.format._value_model import FACTORIES, MAX_VALUE_DEPTH, LeafRef
+from holdfast.format._value_model import FACTORIES, MAX_VALUE_DEPTH, LeafRef, PerRank, rank_step
 from holdfast.format._value_path import Place, ValuePath, shown
 from holdfast.format._value_tags import MAX_SAME_HASH, TAG_KEY, Unstorable, crowds, kind_of, tagged
 
@@ -32,10 +32,19 @@ def encode_value(
     ``leaf`` is asked for everything that has no tag of its own (tensors, arrays), with its path
     from the root: it returns the name under which the caller stores the thing, or ``None``.
     Small NumPy arrays are then stored here, the rest is refused. Keys and members of sets are
-    never leaves. The same value always gives the same JSON. Raises ``SaveError`` saying what
+    never leaves. What is in the value of rank 2 of a ``PerRank`` has the step ``"@2"`` in its path.
+    The same value always gives the same JSON. Raises ``SaveError`` saying what
     cannot be stored and where; ``root`` is what the value is called there. Nothing is changed.
     """
     return _Encoder(leaf, root).value(value)
+
+
+def per_rank_node(values: Sequence[object]) -> object:
+    """The JSON of a ``PerRank`` from that of its values, one of every rank. ``ValueError`` if
+    there are none."""
+    if not values:
+        raise ValueError("values must have one for every rank, and are none")
+    return tagged("per_rank", [*values])
 
 
 class _Encoder:
@@ -56,6 +65,7 @@ class _Encoder:
             deque: lambda value: tagged("deque", [value.maxlen, self._items(value)]),
             set: lambda value: tagged("set", self._members(value)),
             frozenset: lambda value: tagged("frozenset", self._members(value)),
+            PerRank: self._per_rank,
         }
 
     def value(self, value: object) -> object:
@@ -121,6 +131,18 @@ class _Encoder:
             encoded.append(self.value(value))
         steps.pop()
         return encoded
+
+    def _per_rank(self, value: PerRank) -> object:
+        if self._place.is_aside:
+            raise Unstorable("a PerRank", "keys and members of sets are the same on every rank")
+        steps = self._place.steps
+        steps.append(None)
+        encoded = []
+        for rank, own in enumerate(value.values):
+            steps[-1] = rank_step(rank)
+            encoded.append(self.value(own))
+        steps.pop()
+        return per_rank_node(encoded)
 
     def _values(self, mapping: Mapping[Any, object]) -> list[object]:
         steps = self._place.steps

@@ -1,4 +1,5 @@
-"""The limits of a tree of values, and how it refers to what is stored outside of it.
+"""The limits of a tree of values, how it refers to what is stored outside of it, and what stands
+in it for values that differ from rank to rank.
 
 Knows no tag and no bytes.
 """
@@ -7,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from holdfast import _checks
-from holdfast.format._entry_names import MAX_NAME_CHARS
+from holdfast.format._entry_names import check_name
 
 MAX_VALUE_DEPTH: Final = 64
 """Containers in each other, in a tree of values."""
@@ -33,4 +33,25 @@ class LeafRef:
     def __post_init__(self) -> None:
         if self.kind not in {"tensor", "array"}:
             raise ValueError(f"kind must be 'tensor' or 'array', not {self.kind!r}")
-        _checks.text("name", self.name, most=MAX_NAME_CHARS)
+        check_name(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A value that each rank of the job that saved has for itself: ``values[rank]``.
+
+    It may stand wherever a container may, but not in keys and members of sets.
+    """
+
+    values: tuple[object, ...]
+
+    def __post_init__(self) -> None:
+        if type(self.values) is not tuple or not self.values:
+            raise ValueError(
+                f"values must be a tuple with a value for every rank, not {self.values!r}"
+            )
+
+
+def rank_step(rank: int) -> str:
+    """The step in a path from a ``PerRank`` to the value of one rank."""
+    return f"@{rank}"

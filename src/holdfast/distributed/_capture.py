@@ -1,0 +1,182 @@
+"""What a state is made of: modules, optimizers and other statefuls in it become plain trees.
+
+Knows torch's ``state_dict`` protocol and the places things stand at; knows no names of leaves and
+no other rank. Nothing is copied: the tensors of the tree are the live ones.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from holdfast.distributed._modules import module_state, parameter_names
+from holdfast.distributed._optimizers import optimizer_state
+from holdfast.errors import SaveError
+from holdfast.format import PerRank
+
+Place = tuple[Any, ...]
+"""Where a value stands: the keys and indexes that lead to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOwn:
+    """A value that belongs to this rank alone: see ``per_rank``."""
+
+    value: Any
+
+
+def per_rank(value: object) -> RankOwn:
+    """Mark a value of a state as this rank's own: it is saved for every rank, and each rank gets
+    its own back.
+
+    Everything else is one value of the whole job. On another number of ranks such values are
+    restored only as ``LoadOptions(remap=...)`` says.
+    """
+    return RankOwn(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A state as a plain tree, and what its places are.
+
+    ``agreed`` are the places of modules and optimizers, whose values must be the same on all
+    ranks; ``buffers`` those of modules' buffers; ``own`` those that are each rank's own, where
+    the tree has a ``PerRank`` of one value.
+    """
+
+    tree: object
+    agreed: frozenset[Place]
+    buffers: frozenset[Place]
+    own: frozenset[Place]
+
+
+def capture(state: object) -> Captured:
+    """``SaveError`` for what cannot be stored, as far as it can be told from here."""
+    walk = _Walk(names=parameter_names_in(state))
+    tree = walk.value(state, ())
+    return Captured(
+        tree=tree,
+        agreed=frozenset(walk.agreed),
+        buffers=frozenset(walk.buffers),
+        own=frozenset(walk.own),
+    )
+
+
+def parameter_names_in(state: object) -> dict[int, str]:
+    """The name of every parameter of every module in a state, by the parameter's id.
+
+    That in the first module that has it. Where two parameters of different modules would have one
+    name, both are called after the place of their module, too.
+    """
+    named = []
+    for place, module in modules_in(state, ()):
+        if any(isinstance(inner, FSDPModule) for inner in module.modules()):
+            module.state_dict()  # has FSDP2 put the parameters that optimizers know in place
+        named.append((place, parameter_names(module)))
+    taken: dict[str, set[int]] = defaultdict(set)
+    for _, names in named:
+        for number, name in names.items():
+            taken[name].add(number)
+    found: dict[int, str] = {}
+    for place, names in named:
+        for number, name in names.items():
+            unique = len(taken[name]) == 1
+            found.setdefault(number, name if unique else ".".join([*map(str, place), name]))
+    return found
+
+
+def is_stateful(value: object) -> bool:
+    """Whether a value keeps torch's protocol of ``state_dict`` and ``load_state_dict``."""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def modules_in(state: object, place: Place) -> Iterator[tuple[Place, nn.Module]]:
+    if isinstance(state, nn.Module):
+        yield place, state
+    elif isinstance(state, RankOwn):
+        yield from modules_in(state.value, place)
+    else:
+        for key, value in _members(state):
+            yield from modules_in(value, (*place, key))
+
+
+def _members(value: object) -> Iterator[tuple[Any, object]]:
+    if type(value) in {dict, OrderedDict, defaultdict}:
+        yield from value.items()  # type: ignore[attr-defined]
+    elif type(value) in {list, tuple}:
+        yield from enumerate(value)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    names: Mapping[int, str]
+    agreed: set[Place] = field(default_factory=set)
+    buffers: set[Place] = field(default_factory=set)
+    own: set[Place] = field(default_factory=set)
+    _rebuild: Mapping[type, Callable[[Any, Place], object]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rebuild = {
+            dict: self._dict,
+            OrderedDict: lambda value, place: OrderedDict(self._dict(value, place)),
+            defaultdict: lambda value, place: defaultdict(
+                value.default_factory, self._dict(value, place)
+            ),
+            list: self._items,
+            tuple: lambda value, place: tuple(self._items(value, place)),
+        }
+
+    def value(self, value: object, place: Place) -> object:
+        if value is None or isinstance(value, torch.Tensor | str | int | float):
+            return value
+        rebuild = self._rebuild.get(type(value))
+        if rebuild is not None:
+            return rebuild(value, place)
+        if isinstance(value, RankOwn):
+            self.own.add(place)
+            return PerRank(values=(self.value(value.value, (*place, "@0")),))
+        return self._stateful(value, place) if is_stateful(value) else value
+
+    def _stateful(self, value: Any, place: Place) -> object:
+        if isinstance(value, nn.Module):
+            return self._module(value, place)
+        if isinstance(value, torch.optim.Optimizer):
+            self.agreed.add(place)
+            return optimizer_state(value, self.names)
+        try:
+            inner = value.state_dict()
+        except Exception as error:
+            raise SaveError(
+                f"the state_dict() of {_shown(place)}, a {type(value).__qualname__}, failed: "
+                f"{type(error).__name__}: {error}; nothing was saved"
+            ) from error
+        return self.value(_plain(inner), place)
+
+    def _module(self, module: nn.Module, place: Place) -> object:
+        state = module_state(module)
+        self.agreed.add(place)
+        self.buffers.update((*place, name) for name in state.buffers)
+        return dict(state.values)
+
+    def _dict(self, value: Mapping[Any, object], place: Place) -> dict[Any, object]:
+        return {key: self.value(item, (*place, key)) for key, item in value.items()}
+
+    def _items(self, value: list[object], place: Place) -> list[object]:
+        return [self.value(item, (*place, index)) for index, item in enumerate(value)]
+
+
+def _plain(state: object) -> object:
+    """A ``state_dict()`` that gives itself back would be asked for ever."""
+    return dict(state) if is_stateful(state) and isinstance(state, Mapping) else state
+
+
+def _shown(place: Place) -> str:
+    return ".".join(map(str, place)) or "the state"

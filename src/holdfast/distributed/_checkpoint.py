@@ -1,0 +1,281 @@
+"""The front of the room: one object that saves and loads the state of a training, on any number
+of ranks."""
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, Self, final
+
+import torch
+
+from holdfast import _checks
+from holdfast.catalog import Catalog, CheckpointInfo
+from holdfast.contracts import Coordinator, Storage
+from holdfast.coordination import SoloCoordinator, TorchCoordinator
+from holdfast.distributed._bulk import Bulk
+from holdfast.distributed._capture import RankOwn
+from holdfast.distributed._load import RNG, load_state
+from holdfast.distributed._options import (
+    DEFAULT_STORAGE,
+    CheckpointOptions,
+    LoadOptions,
+    SaveOptions,
+)
+from holdfast.distributed._result import CheckpointLoadResult
+from holdfast.distributed._rng import capture_rng
+from holdfast.distributed._save import save_state
+from holdfast.distributed._stored import has_leaves
+from holdfast.distributed._tools import Tools
+from holdfast.distributed._validation import CheckpointValidator
+from holdfast.errors import ClosedError
+from holdfast.resilience import FaultToleranceHandler
+from holdfast.storage import StorageOptions
+
+MODEL: Final = "model"
+OPTIMIZER: Final = "optimizer"
+EXTRA: Final = "extra"
+
+
+@final
+class DistributedCheckpoint:
+    """Saves and loads the state of a training. A context manager; ``close`` it when done.
+
+    Every rank makes one, and every rank makes the same calls in the same order: ``save`` and
+    ``load`` are collective. ``list_checkpoints`` and ``delete_checkpoint`` are for any one rank.
+    Used by one thread at a time.
+
+    Without a ``coordinator`` the ranks are torch.distributed's if it is initialised, else there is
+    one. A ``storage`` is one, its URL or path, a catalog, or options.
+    """
+
+    def __init__(
+        self,
+        *,
+        coordinator: Coordinator | None = None,
+        storage: Catalog | Storage | StorageOptions | str | os.PathLike[str] | None = None,
+        fault_handler: FaultToleranceHandler | None = None,
+        validator: CheckpointValidator | None = None,
+        default_timeout_s: float = 600.0,
+    ) -> None:
+        self._timeout_s = _checks.seconds("default_timeout_s", default_timeout_s)
+        given = DEFAULT_STORAGE if storage is None else storage
+        catalog = given if isinstance(given, Catalog) else Catalog(given)
+        self._owns_coordinator = coordinator is None
+        ranks = _default_coordinator(self._timeout_s) if coordinator is None else coordinator
+        self._closed = False
+        self._tools = Tools(
+            coordinator=ranks,
+            catalog=catalog,
+            handler=fault_handler or FaultToleranceHandler(catalog),
+            validator=validator or CheckpointValidator(catalog),
+            bulk=Bulk(ranks),
+        )
+
+    @classmethod
+    def create(
+        cls, coordinator: Coordinator | None = None, options: CheckpointOptions | None = None
+    ) -> Self:
+        """A checkpointer as ``options`` say. Every rank calls this."""
+        chosen = CheckpointOptions() if options is None else options
+        _checks.instance("options", chosen, CheckpointOptions)
+        catalog = Catalog(chosen.storage, retry_policy=chosen.retry_policy)
+        return cls(
+            coordinator=coordinator,
+            storage=catalog,
+            fault_handler=FaultToleranceHandler(catalog, chosen.retry_policy),
+            validator=CheckpointValidator(
+                catalog, chosen.integrity_checkers, chosen.compatibility_checkers
+            ),
+            default_timeout_s=chosen.default_timeout_s,
+        )
+
+    @property
+    def catalog(self) -> Catalog:
+        """The checkpoints of this storage, for reading as NumPy, verifying and gc."""
+        return self._tools.catalog
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self._tools.coordinator
+
+    def save(
+        self,
+        model: object,
+        optimizer: object = None,
+        options: SaveOptions | None = None,
+        *,
+        extra: Mapping[str, object] | None = None,
+    ) -> str:
+        """Save, and return the prefix. Durable on return, and whole on all ranks or on none.
+
+        ``model`` and ``optimizer`` are torch's, or anything with ``state_dict``, or a plain tree.
+        ``extra`` names further things of any of these kinds: schedulers, data loaders, the step.
+        Values in it that differ between ranks are kept for each rank.
+
+        ``CheckpointExistsError`` if the name is taken and not to be overwritten, ``SaveError`` and
+        its kinds for what cannot be saved, ``StorageError``, and ``CoordinationError`` or
+        ``OperationTimeoutError`` naming the ranks that were lost or late. After any error what was
+        saved before is intact.
+        """
+        chosen = SaveOptions() if options is None else options
+        _checks.instance("options", chosen, SaveOptions)
+        state: dict[str, object] = {MODEL: model}
+        if optimizer is not None and chosen.include_optimizer:
+            state[OPTIMIZER] = optimizer
+        if extra is not None:
+            state[EXTRA] = dict(_extra(extra))
+        if chosen.include_rng_state:
+            state[RNG] = RankOwn(capture_rng())
+        return self._save(state, chosen, (MODEL,))
+
+    def save_model_only(self, model: object, options: SaveOptions | None = None) -> str:
+        """Save a model without optimizer, extra state or random number generators."""
+        chosen = SaveOptions() if options is None else options
+        _checks.instance("options", chosen, SaveOptions)
+        return self._save({MODEL: model}, chosen, (MODEL,))
+
+    def load(
+        self,
+        model: object = None,
+        optimizer: object = None,
+        options: LoadOptions | None = None,
+        *,
+        extra: dict[str, object] | None = None,
+    ) -> CheckpointLoadResult:
+        """Fill the state from a checkpoint, saved by any number of ranks in any layout.
+
+        All or nothing, on all ranks: nothing is changed before all of them have read and verified
+        everything, and if something then fails it is put back (not with ``in_place``). What is
+        ``None`` is not loaded. In ``extra``, tensors are filled and statefuls loaded, plain values
+        are replaced in the dict.
+
+        ``CheckpointNotFoundError``; ``ValidationError`` with one report of all that does not fit,
+        on any rank; ``CorruptedError`` naming tensor and file; ``IncompatibleVersionError``;
+        ``LoadError``, ``StorageError`` and errors about ranks as for ``save``.
+        """
+        chosen = LoadOptions() if options is None else options
+        _checks.instance("options", chosen, LoadOptions)
+        if chosen.checkpoint_prefix is None:
+            raise ValueError(
+                "LoadOptions(checkpoint_prefix=...) is required; list_checkpoints() names those "
+                "there are"
+            )
+        target: dict[str, object] = {}
+        if model is not None:
+            target[MODEL] = model
+        if optimizer is not None and chosen.load_optimizer:
+            target[OPTIMIZER] = optimizer
+        if extra is not None:
+            target[EXTRA] = _extra(extra)
+        loaded = self._load(target, chosen, chosen.checkpoint_prefix, rng=chosen.load_rng_state)
+        return CheckpointLoadResult(
+            metadata=loaded.metadata,
+            model_state=_state_of(model),
+            optimizer_state=_state_of(target.get(OPTIMIZER)),
+            extra=_plain_extra(loaded.tree, extra or {}),
+            source_world_size=loaded.metadata.world_size,
+            target_world_size=self._tools.coordinator.world_size,
+            was_resharded=loaded.was_resharded,
+            report=loaded.report,
+            not_restored=loaded.not_restored,
+            validation=loaded.validation,
+        )
+
+    def list_checkpoints(self) -> list[CheckpointInfo]:
+        """Every committed checkpoint of the storage, the newest first."""
+        self._require_open()
+        return self._tools.catalog.list()
+
+    def delete_checkpoint(self, prefix: str) -> None:
+        """Delete a checkpoint: its record first, then files that nothing else needs."""
+        self._require_open()
+        self._tools.catalog.delete(prefix)
+
+    def close(self) -> None:
+        """Release what this has made: the way to other ranks, and the coordinator unless it was
+        given. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._tools.bulk.close()
+        if self._owns_coordinator:
+            self._tools.coordinator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        ranks = self._tools.coordinator
+        return (
+            f"DistributedCheckpoint({self._tools.storage.url!r}, rank {ranks.rank} of "
+            f"{ranks.world_size})"
+        )
+
+    def _save(self, state: object, options: SaveOptions, model: tuple[str, ...] | None) -> str:
+        self._require_open()
+        timeout_s = self._timeout_s if options.timeout_s is None else options.timeout_s
+        return save_state(self._tools, state, options, model=model, timeout_s=timeout_s)
+
+    def _load(
+        self,
+        target: Any,
+        options: LoadOptions,
+        prefix: str,
+        *,
+        rng: bool = False,
+        device: torch.device | None = None,
+        open_at: frozenset[str] = frozenset({"", EXTRA}),
+    ) -> Any:
+        self._require_open()
+        timeout_s = self._timeout_s if options.timeout_s is None else options.timeout_s
+        return load_state(
+            self._tools,
+            target,
+            options,
+            prefix=prefix,
+            open_at=open_at,
+            timeout_s=timeout_s,
+            rng=rng,
+            device=device,
+        )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this DistributedCheckpoint is closed")
+
+
+def _default_coordinator(timeout_s: float) -> Coordinator:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return TorchCoordinator(timeout_s=timeout_s)
+    return SoloCoordinator()
+
+
+def _extra(extra: object) -> Any:
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise ValueError(f"extra must be a dict of things by name, not {extra!r:.200}")
+    return extra
+
+
+def _state_of(value: Any) -> Any:
+    if value is None or isinstance(value, Mapping):
+        return value
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _plain_extra(tree: object, extra: Mapping[str, object]) -> dict[str, object]:
+    """What was loaded into, and every plain value that is stored beside."""
+    stored = tree.get(EXTRA) if isinstance(tree, Mapping) else None
+    found = {
+        name: value
+        for name, value in (stored.items() if isinstance(stored, Mapping) else ())
+        if not has_leaves(value)
+    }
+    return found | dict(extra)

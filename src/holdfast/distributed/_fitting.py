@@ -1,0 +1,270 @@
+"""Walks through a state and a stored tree side by side, and finds what fills what.
+
+Knows every kind of thing a state is made of; what it finds goes into a ``Matching``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from holdfast.distributed._capture import RankOwn, is_stateful
+from holdfast.distributed._filling import ArrayFill, SetItem, StatefulFill
+from holdfast.distributed._matching import CPU, Matching
+from holdfast.distributed._module_walk import position_of
+from holdfast.distributed._modules import ModuleFill, ModuleState, module_state
+from holdfast.distributed._optimizers import OptimizerFill, OptimizerTarget
+from holdfast.distributed._result import Difference
+from holdfast.distributed._staging import Slot, Staging
+from holdfast.distributed._stored import DICTS, LISTS, at_place, join, refs_in, replaced
+from holdfast.distributed._swapping import Action, replacing
+from holdfast.distributed._tensors import Like, local_of
+from holdfast.format import LeafRef, PerRank, numpy_dtype
+
+
+def fit(found: Matching, target: Any, stored: object, *, open_at: frozenset[str]) -> None:
+    """Match a state, a container or a stateful, with the stored tree. At the places ``open_at``
+    whatever is stored and not asked for is left alone."""
+    _Fitting(found, open_at).value([target], 0, stored, "")
+
+
+class _Fitting:
+    def __init__(self, found: Matching, open_at: frozenset[str]) -> None:
+        self._found = found
+        self._open_at = open_at
+        self._kinds: Sequence[tuple[Callable[[Any], bool], Callable[..., None]]] = (
+            (lambda target: isinstance(target, nn.Module), self._module),
+            (lambda target: isinstance(target, torch.optim.Optimizer), self._optimizer),
+            (lambda target: isinstance(target, torch.Tensor), self._tensor),
+            (lambda target: isinstance(target, np.ndarray), self._array),
+            (is_stateful, self._stateful),
+            (lambda target: type(target) in DICTS and _is_filled(target), self._dict),
+            (lambda target: type(target) in LISTS and _is_filled(target), self._list),
+            (lambda _: True, self._plain),
+        )
+
+    def value(self, container: Any, key: Any, stored: object, place: str) -> None:
+        """Find what fills the value at ``container[key]``, or is put there."""
+        target = container[key]
+        while isinstance(target, RankOwn):
+            target = target.value
+        own = self._found.own(stored, place) if isinstance(stored, PerRank) else stored
+        if isinstance(own, PerRank):
+            return
+        for is_kind, find in self._kinds:
+            if is_kind(target):
+                find(target, own, place, container, key)
+                return
+
+    def _dict(self, target: Any, stored: object, place: str, *_: object) -> None:
+        found = self._found
+        if not isinstance(stored, Mapping):
+            found.unlike(place or "the state", stored, "a dict")
+            return
+        for key in target:
+            at = join(place, key)
+            if key in stored:
+                self.value(target, key, stored[key], at)
+            elif found.is_under(at):
+                found.miss(at, target[key])
+        if place not in self._open_at:
+            for key in stored:
+                if key not in target and found.is_under(at := join(place, key)):
+                    found.pass_over(at, stored[key])
+
+    def _list(self, target: Any, stored: object, place: str, *_: object) -> None:
+        if not isinstance(stored, list | tuple):
+            self._found.unlike(place or "the state", stored, "a list")
+        elif len(stored) != len(target):
+            self._found.other.append(
+                f"{place or 'the state'} has {len(stored)} items in the checkpoint, and "
+                f"{len(target)} are wanted"
+            )
+        else:
+            for index, value in enumerate(stored):
+                self.value(target, index, value, join(place, index))
+
+    def _plain(self, target: Any, stored: Any, place: str, container: Any, key: Any) -> None:
+        found = self._found
+        if place in self._open_at and type(target) in DICTS and isinstance(stored, Mapping):
+            self._dict(target, stored, place)
+        elif not found.is_included(place):
+            return
+        elif isinstance(container, tuple):
+            if type(stored) is not type(target) or stored != target:
+                found.other.append(f"{place} is in a tuple, so that it cannot be set")
+        else:
+            make = found.whole(stored, place)
+            found.builds.append(lambda staging: [SetItem(container, key, make(staging))])
+
+    def _module(self, target: nn.Module, stored: object, place: str, *_: object) -> None:
+        found = self._found
+        if not isinstance(stored, Mapping):
+            found.unlike(place or "the state", stored, "a module's state")
+            return
+        state = module_state(target, loading=True)
+        tied = _tied(state)
+        filling = _ModuleFilling(state, found.device)
+        for name, live in state.values.items():
+            at = join(place, name)
+            if not found.is_included(at):
+                continue
+            if name in stored:
+                self._module_value(
+                    filling, name, live, stored[name], tied=tied.get(name, ()), place=at
+                )
+            elif not any(other in stored for other in tied.get(name, ())):
+                found.miss(at, live)
+        for name in stored:
+            if name not in state.values and found.is_included(at := join(place, name)):
+                found.pass_over(at, stored[name])
+        found.builds.append(filling.actions)
+
+    def _module_value(
+        self,
+        filling: "_ModuleFilling",
+        name: str,
+        live: object,
+        stored: object,
+        *,
+        tied: Sequence[str],
+        place: str,
+    ) -> None:
+        found, value = self._found, self._found.own(stored, place)
+        if not isinstance(live, torch.Tensor):
+            if isinstance(value, LeafRef):
+                found.unlike(place, value, "no tensor")
+            else:
+                filling.makes[name] = found.whole(value, place)
+            return
+        if not isinstance(value, LeafRef):
+            found.unlike(place, value, "a tensor")
+            return
+        before = next((filling.slots[each] for each in tied if each in filling.slots), None)
+        if before is None:
+            slot = found.slot(live, value, place)
+            if slot is not None:
+                filling.slots[name] = slot
+        elif before.ref.name != value.name:
+            found.other.append(
+                f"{before.place} and {place} are one tensor here, and two in the checkpoint"
+            )
+
+    def _optimizer(
+        self, target: torch.optim.Optimizer, stored: object, place: str, *_: object
+    ) -> None:
+        found = self._found
+        if not found.is_under(place):
+            return
+        if not isinstance(stored, Mapping):
+            found.unlike(place or "the state", stored, "an optimizer's state")
+            return
+        fitted = OptimizerTarget(target, found.names)
+        missing, unexpected, sentences = fitted.problems(stored)
+        found.missing += [join(place, name) for name in missing]
+        found.unexpected += [join(place, name) for name in unexpected]
+        found.other += [f"{place or 'the optimizer'}: {sentence}" for sentence in sentences]
+        if sentences:
+            return
+        slots: dict[int, Slot] = {}
+        for path, ref, like in fitted.likes(stored, found.shape_of):
+            at = ".".join([*([place] if place else []), *map(str, path)])
+            slots[id(ref)] = found.add(Slot(place=at, ref=ref, like=like))
+        found.builds.append(
+            lambda staging: [OptimizerFill(fitted, replaced(stored, slots, staging))]
+        )
+
+    def _stateful(self, target: Any, stored: Any, place: str, *_: object) -> None:
+        found = self._found
+        if not found.is_under(place):
+            return
+        own = found.own(stored, place)
+        current = target.state_dict()
+        slots: dict[int, Slot] = {}
+        for at, ref in refs_in(own, place):
+            live = at_place(current, at, place)
+            like = Like(device=found.device or CPU)
+            if isinstance(live, torch.Tensor) and tuple(live.shape) == found.shape_of(ref.name):
+                like = Like.of(live)
+            slots[id(ref)] = found.add(Slot(place=at, ref=ref, like=like))
+        found.builds.append(lambda staging: [StatefulFill(target, replaced(own, slots, staging))])
+
+    def _tensor(
+        self, target: torch.Tensor, stored: object, place: str, container: Any, key: Any
+    ) -> None:
+        found = self._found
+        if not found.is_included(place):
+            return
+        if not isinstance(stored, LeafRef):
+            found.unlike(place or "the state", stored, "a tensor")
+            return
+        slot = found.slot(target, stored, place or "the state")
+        if slot is None or slot.direct is not None:
+            return
+        if target.is_meta:
+            found.builds.append(lambda staging: [SetItem(container, key, staging.get(slot))])
+        else:
+            found.builds.append(
+                lambda staging: [replacing(local_of(target), local_of(staging.take(slot)))]
+            )
+
+    def _array(self, target: Any, stored: Any, place: str, *_: object) -> None:
+        found = self._found
+        if not found.is_included(place):
+            return
+        if isinstance(stored, np.ndarray):  # so small, or of such a type, that it is in the tree
+            if found.is_shape(place, stored.shape, target.shape):
+                found.builds.append(lambda _: [ArrayFill(target, stored)])
+        elif not isinstance(stored, LeafRef):
+            found.unlike(place or "the state", stored, "an array")
+        elif found.is_shape(place, found.shape_of(stored.name), target.shape):
+            dtype = numpy_dtype(found.tensors[stored.name].dtype)
+            if dtype != target.dtype:
+                found.dtypes.append(
+                    Difference(place=place, stored=str(dtype), wanted=str(target.dtype))
+                )
+            ref = LeafRef(kind="array", name=stored.name)
+            slot = found.add(Slot(place=place, ref=ref, like=Like(device=CPU)))
+            found.builds.append(lambda staging: [ArrayFill(target, staging.get(slot))])
+
+
+class _ModuleFilling:
+    """What was found for one module, by its names."""
+
+    def __init__(self, state: ModuleState, device: torch.device | None) -> None:
+        self._state = state
+        self._device = device
+        self.slots: dict[str, Slot] = {}
+        self.makes: dict[str, Callable[[Staging], Any]] = {}
+
+    def actions(self, staging: Staging) -> list[Action]:
+        new: dict[str, Any] = {
+            name: staging.take(slot) for name, slot in self.slots.items() if slot.direct is None
+        }
+        new |= {name: make(staging) for name, make in self.makes.items()}
+        return [ModuleFill(self._state, new, device=self._device)] if new else []
+
+
+def _tied(state: ModuleState) -> dict[str, list[str]]:
+    """For each name of a tensor that has several, the others."""
+    same: dict[Any, list[str]] = {}
+    for name, value in state.values.items():
+        if isinstance(value, torch.Tensor):
+            same.setdefault(position_of(value), []).append(name)
+    return {
+        name: [other for other in names if other != name]
+        for names in same.values()
+        if len(names) > 1
+        for name in names
+    }
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether there is anything in a container that is to be filled rather than replaced."""
+    if isinstance(value, torch.Tensor | np.ndarray | nn.Module | RankOwn) or is_stateful(value):
+        return True
+    if type(value) in DICTS:
+        return any(map(_is_filled, value.values()))
+    return type(value) in LISTS and any(map(_is_filled, value))

@@ -1,0 +1,303 @@
+"""A captured state as named leaves and an encoded tree in pieces: what a rank brings to a save.
+
+Knows names and this rank's memory; knows nothing of what other ranks have. Pure but for reading
+tensors to digest them.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from holdfast.catalog._shard_write import ArraySource, Source
+from holdfast.catalog._writing import storable_array
+from holdfast.distributed._capture import Captured, Place
+from holdfast.distributed._tensors import (
+    Like,
+    TensorSource,
+    Unstorable,
+    box_of,
+    check_storable,
+    code_of,
+    global_shape,
+    memory_of,
+)
+from holdfast.errors import SaveError
+from holdfast.format import (
+    DType,
+    LeafRef,
+    ShardEntry,
+    ValuePath,
+    digest,
+    dtype_of_numpy,
+    encode_value,
+)
+from holdfast.reshard import Box, Layout, Leaf, LeafList, Part
+
+_NAME_CHARS: Final = 1000
+_PIECES: Final = 1000
+_CUT_LEVELS: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A leaf of this rank: what it is as a whole, and the memory of the part that is here.
+
+    ``is_agreed`` if it is of a module or an optimizer; ``is_checked`` if ranks that hold the same
+    of it are to compare their copies.
+    """
+
+    name: str
+    kind: Literal["tensor", "array"]
+    dtype: DType
+    shape: tuple[int, ...]
+    memory: Any
+    like: Like | None
+    is_agreed: bool
+    is_checked: bool
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).size * self.dtype.itemsize
+
+    def source(self, entry: ShardEntry, part: Part) -> Source:
+        """The bytes of a part of it, for a shard."""
+        if isinstance(self.memory, torch.Tensor):
+            return TensorSource(entry=entry, tensor=box_of(self.memory, part.local))
+        where = tuple(map(slice, part.local.start, part.local.stop))
+        return ArraySource(entry=entry, array=self.memory[where])
+
+    def digest(self) -> bytes:
+        if isinstance(self.memory, np.ndarray):
+            return digest(np.ascontiguousarray(self.memory).reshape(-1).view(np.uint8).data)
+        return digest(memory_of(self.memory.contiguous().cpu()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """``pieces`` are the encoded tree, cut by place; ``shared`` the leaves of the job, ``own``
+    those of this rank alone, both by name. ``agreed`` is as in ``Captured``; ``model`` names the
+    leaves of the module that ``Naming`` names."""
+
+    pieces: Mapping[Place, object]
+    shared: Mapping[str, Held]
+    own: Mapping[str, Held]
+    agreed: frozenset[Place]
+    model: frozenset[str]
+
+    def is_agreed(self, name: str) -> bool:
+        """Whether a shared leaf is of a module or an optimizer; one that is not here is not."""
+        return name in self.shared and self.shared[name].is_agreed
+
+    def without(self, names: Collection[str]) -> "Flat":
+        """The same, but that this rank has nothing of these leaves."""
+        kept = {name: held for name, held in self.shared.items() if name not in names}
+        return replace(self, shared=kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """What leaves are called. ``model`` is the place of the module whose leaves go without it, as
+    in files for others; ``differing`` are leaves that turned out to be each rank's own."""
+
+    rank: int
+    model: Place | None = None
+    differing: frozenset[str] = frozenset()
+
+
+def flatten(captured: Captured, naming: Naming) -> Flat:
+    """``SaveError`` for what cannot be stored, with its place and type."""
+    walk = _Leaves(captured=captured, naming=naming)
+    pieces = {
+        place: encode_value(value, leaf=walk.at(place), root=_dotted(place) or "state")
+        for place, value in _cut(captured.tree, captured.agreed)
+    }
+    return Flat(
+        pieces=pieces,
+        shared=walk.shared,
+        own=walk.own,
+        agreed=captured.agreed,
+        model=frozenset(walk.model),
+    )
+
+
+def list_leaves(held: Iterable[Held], rank_of: Callable[[int], int]) -> LeafList:
+    """What this rank says of its leaves to the others."""
+    layouts: dict[Layout, int] = {}
+    known: dict[tuple[Any, ...], int | None] = {}
+    leaves = []
+    for one in held:
+        index = None
+        if one.like is not None and one.like.mesh is not None:
+            key = (one.like.mesh, one.like.placements, len(one.shape))
+            if key not in known:
+                try:
+                    layout = one.like.layout(len(one.shape), rank_of)
+                except Unstorable as refusal:
+                    raise _refused(one.name, refusal) from None
+                known[key] = None if layout is None else layouts.setdefault(layout, len(layouts))
+            index = known[key]
+        leaves.append(
+            Leaf(
+                name=one.name,
+                dtype=one.dtype.code,
+                itemsize=one.dtype.itemsize,
+                shape=one.shape,
+                layout=index,
+            )
+        )
+    return LeafList(leaves=tuple(leaves), layouts=tuple(layouts))
+
+
+def _cut(tree: object, agreed: frozenset[Place]) -> Iterator[tuple[Place, object]]:
+    """The tree in pieces, so that what differs between ranks is a small part of it."""
+    todo: list[tuple[Place, object]] = [((), tree)]
+    while todo:
+        place, value = todo.pop(0)
+        if (
+            type(value) is dict
+            and len(place) < _CUT_LEVELS
+            and place not in agreed
+            and 0 < len(value) <= _PIECES
+            and all(type(key) is str and key != "$" for key in value)
+        ):
+            todo += [((*place, key), inner) for key, inner in value.items()]
+        else:
+            yield place, value
+
+
+@dataclass(slots=True, kw_only=True)
+class _Leaves:
+    captured: Captured
+    naming: Naming
+    shared: dict[str, Held] = field(default_factory=dict)
+    own: dict[str, Held] = field(default_factory=dict)
+    model: set[str] = field(default_factory=set)
+    _seen: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)
+
+    def at(self, base: Place) -> Callable[[ValuePath, object], LeafRef | None]:
+        def leaf(path: ValuePath, value: object) -> LeafRef | None:
+            if isinstance(value, torch.Tensor):
+                return self._leaf("tensor", (*base, *path), value)
+            array = storable_array(value)
+            return None if array is None else self._leaf("array", (*base, *path), array)
+
+        return leaf
+
+    def _leaf(self, kind: Literal["tensor", "array"], place: Place, value: Any) -> LeafRef:
+        own_at = self._own_step(place)
+        key = (own_at is None, *_identity(value))
+        name = self._seen.get(key)
+        if name is not None:
+            return LeafRef(kind=kind, name=name)
+        name = self._name(place, own_at)
+        is_own = own_at is not None or name in self.naming.differing
+        if is_own and own_at is None:
+            name = self._free(f"{name}.@{self.naming.rank}")
+        held = self._held(kind, name, place, value)
+        self._seen[key] = name
+        if self._is_in_model(place):
+            self.model.add(name)
+        mesh = None if held.like is None else held.like.mesh
+        if is_own and mesh is not None:
+            raise SaveError(
+                f"{name} is a DTensor, which cannot be one rank's own; nothing was saved"
+            )
+        if is_own:
+            self.own[name] = held
+        elif mesh is None or mesh.get_coordinate() is not None:
+            self.shared[name] = held
+        return LeafRef(kind=kind, name=name)
+
+    def _held(self, kind: Literal["tensor", "array"], name: str, place: Place, value: Any) -> Held:
+        is_agreed = self._is_agreed(place)
+        if isinstance(value, np.ndarray):
+            return Held(
+                name=name,
+                kind=kind,
+                dtype=dtype_of_numpy(value.dtype),
+                shape=value.shape,
+                memory=value,
+                like=None,
+                is_agreed=is_agreed,
+                is_checked=not is_agreed,
+            )
+        try:
+            memory = check_storable(value)
+            dtype = code_of(value.dtype)
+            like = Like.of(value)
+        except Unstorable as refusal:
+            raise _refused(name, refusal) from None
+        return Held(
+            name=name,
+            kind=kind,
+            dtype=dtype,
+            shape=global_shape(value),
+            memory=memory,
+            like=like,
+            is_agreed=is_agreed,
+            is_checked=like.mesh is None and (not is_agreed or place in self.captured.buffers),
+        )
+
+    def _is_agreed(self, place: Place) -> bool:
+        return any(place[:length] in self.captured.agreed for length in range(len(place) + 1))
+
+    def _own_step(self, place: Place) -> int | None:
+        """Which step of a place is the number of a rank, if it is in a value of this rank's own."""
+        if not self.captured.own:
+            return None
+        return next((n for n in range(len(place)) if place[:n] in self.captured.own), None)
+
+    def _name(self, place: Place, own_at: int | None) -> str:
+        steps = [*map(str, place)]
+        if own_at is not None:
+            steps[own_at] = f"@{self.naming.rank}"
+        if self._is_in_model(place):
+            steps = steps[len(self.naming.model or ()) :]
+        return self._free(_text(".".join(steps) or "state"))
+
+    def _is_in_model(self, place: Place) -> bool:
+        model = self.naming.model
+        return model is not None and place[: len(model)] == model
+
+    def _free(self, name: str) -> str:
+        free, n = name, 2
+        while free in self._taken:
+            free, n = f"{name}~{n}", n + 1
+        self._taken.add(free)
+        return free
+
+
+def _identity(value: Any) -> tuple[Any, ...]:
+    """Equal for two tensors or arrays that are the same memory seen in the same way."""
+    if isinstance(value, np.ndarray):
+        start = value.__array_interface__["data"][0] if value.size else id(value)
+        return (start, value.shape, value.strides, value.dtype)
+    local = getattr(value, "_local_tensor", value)
+    try:
+        storage = local.untyped_storage()._cdata  # noqa: SLF001 -- there even where there is no data
+    except (NotImplementedError, RuntimeError):  # a tensor without storage: it is refused later
+        return (id(value),)
+    return (
+        storage,
+        local.storage_offset(),
+        value.dtype,
+        value.shape,
+        local.stride(),
+        getattr(value, "placements", None),
+    )
+
+
+def _text(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()[:_NAME_CHARS]
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def _refused(name: str, refusal: Unstorable) -> SaveError:
+    return SaveError(f"{name} {refusal}; nothing was saved")

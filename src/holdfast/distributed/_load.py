@@ -1,0 +1,296 @@
+"""One load, on one of its ranks: open, validate, match, read, vote, apply, settle.
+
+Rank 0 reads the record for all. Nothing of any rank's state is changed before all ranks have read
+and verified what they want; after that it is changed on all of them or on none.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from holdfast.catalog import OpenCheckpoint
+from holdfast.catalog._committed import Found, found_of, read_committed
+from holdfast.catalog._names import record_key
+from holdfast.catalog._opened import decoded
+from holdfast.catalog._reading import TensorReader
+from holdfast.contracts import ObjectInfo, Operation
+from holdfast.distributed._capture import parameter_names_in
+from holdfast.distributed._fitting import fit
+from holdfast.distributed._matching import Matching
+from holdfast.distributed._options import LoadOptions
+from holdfast.distributed._progress import ProgressMeter
+from holdfast.distributed._result import CheckpointMetadata, LoadReport, likely_renames
+from holdfast.distributed._rng import RngFill
+from holdfast.distributed._sharing import share_reading
+from holdfast.distributed._staging import Staging
+from holdfast.distributed._swapping import Action, undo_all
+from holdfast.distributed._tools import Tools
+from holdfast.distributed._validation import ValidationResult
+from holdfast.distributed._watch import Watch
+from holdfast.errors import CheckpointError, LoadError, ObjectNotFoundError, ValidationError
+from holdfast.format import PerRank
+
+_log = logging.getLogger("holdfast.distributed")
+
+RNG: Final = "rng"
+"""Where in the tree the state of random number generators is."""
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a load has brought, beside what it has filled."""
+
+    metadata: CheckpointMetadata
+    tree: Any
+    report: LoadReport
+    not_restored: tuple[str, ...]
+    validation: ValidationResult | None
+    was_resharded: bool
+
+
+def load_state(
+    tools: Tools,
+    target: Any,
+    options: LoadOptions,
+    *,
+    prefix: str,
+    open_at: frozenset[str],
+    timeout_s: float,
+    rng: bool = False,
+    device: torch.device | None = None,
+) -> Loaded:
+    """Fill a state with what is stored, or, without one, return all that is stored.
+
+    At the places ``open_at``, what is stored and not asked for is no matter. All ranks call this.
+    """
+    loading = _Loading(tools, options, prefix, device)
+    try:
+        with tools.coordinator.operation("load", timeout_s) as operation:
+            return loading.run(operation, target, open_at, timeout_s, rng=rng)
+    except BaseException as error:
+        loading.give_up(error)
+        raise
+
+
+class _Loading:
+    def __init__(
+        self, tools: Tools, options: LoadOptions, prefix: str, device: torch.device | None
+    ) -> None:
+        self._tools = tools
+        self._options = options
+        self._prefix = prefix
+        self._device = device
+        self._rank = tools.coordinator.rank
+        self._path = f"{tools.storage.url}/{prefix}"
+        self._meter = ProgressMeter(options.progress, operation="load", rank=self._rank)
+        self._applied: list[Action] = []
+        self._settled = False
+
+    def run(
+        self,
+        operation: Operation,
+        target: Any,
+        open_at: frozenset[str],
+        timeout_s: float,
+        *,
+        rng: bool,
+    ) -> Loaded:
+        with operation.phase("open"), self._meter.phase("open"):
+            found = self._open(operation)
+            stored = decoded(found, found.record.tree)
+        with operation.phase("validate"), self._meter.phase("validate"):
+            validation = self._validate(operation, found)
+        with operation.phase("match"), self._meter.phase("match"):
+            matching = self._matching(found, operation, target)
+            make: Callable[[Staging], Any] = lambda _: stored  # noqa: E731 -- one of two
+            if target is None:
+                make = matching.whole(stored)
+            else:
+                fit(matching, target, stored, open_at=open_at)
+            if rng and isinstance(stored, Mapping) and RNG in stored:
+                self._match_rng(matching, stored[RNG])
+            report = self._agree(operation, matching)
+        with operation.phase("read"):
+            staging = self._read(operation, found, matching, timeout_s)
+            actions = [action for build in matching.builds for action in build(staging)]
+            tree = make(staging)
+        with operation.phase("vote"):
+            operation.barrier()
+        with operation.phase("apply"), self._meter.phase("apply"):
+            self._apply(actions)
+        with operation.phase("settle"):
+            operation.barrier()
+            self._settled = True
+        return Loaded(
+            metadata=self._metadata(found),
+            tree=tree,
+            report=report,
+            not_restored=tuple(matching.not_restored),
+            validation=validation,
+            was_resharded=found.record.world_size != operation.world_size,
+        )
+
+    def give_up(self, error: BaseException) -> None:
+        """After an error: take back what was changed."""
+        self._tools.bulk.discard()
+        if self._settled or not self._applied:
+            return
+        try:
+            undo_all(self._applied)
+        except Exception as problem:  # noqa: BLE001 -- the error at hand is the one to raise
+            error.add_note(
+                "The state could not be put back as it was, and is partly loaded: "
+                f"{type(problem).__name__}: {problem}"
+            )
+
+    def _open(self, operation: Operation) -> Found:
+        """The record, which rank 0 reads for all. Every rank sees that it is there for it, too: a
+        root that is local to each host holds a part of everything."""
+        storage = self._tools.storage
+        data = b""
+        info: ObjectInfo | None = None
+        if operation.rank == 0:
+            data, info = read_committed(storage, self._prefix)
+        told = operation.broadcast(
+            msgspec.json.encode(info) + b"\n" + data if info is not None else None
+        )
+        head, _, data = told.partition(b"\n")
+        info = msgspec.json.decode(head, type=ObjectInfo)
+        if operation.rank != 0:
+            try:
+                seen = storage.stat(record_key(self._prefix))
+            except ObjectNotFoundError as error:
+                raise LoadError(
+                    "this rank does not see the checkpoint that rank 0 sees: the storage is not "
+                    "the same on all hosts. Use one that all ranks share",
+                    path=self._path,
+                ) from error
+            if seen.size_bytes != info.size_bytes:
+                raise LoadError(
+                    "this rank sees another checkpoint of this name than rank 0: it was replaced "
+                    "just now, or the storage is not the same on all hosts",
+                    path=self._path,
+                )
+        return found_of(self._prefix, data, info)
+
+    def _validate(self, operation: Operation, found: Found) -> ValidationResult | None:
+        """Ask the checks, on rank 0; the others hear what they said."""
+        if self._options.skip_validation:
+            return None
+        told = b""
+        if operation.rank == 0:
+            checkpoint = OpenCheckpoint(self._tools.storage, found)
+            result = self._tools.validator.validate(checkpoint, world_size=operation.world_size)
+            told = msgspec.json.encode((result.errors, result.warnings))
+        errors, warnings = msgspec.json.decode(
+            operation.broadcast(told), type=tuple[tuple[str, ...], tuple[str, ...]]
+        )
+        result = ValidationResult(errors=errors, warnings=warnings)
+        if not result.is_valid:
+            raise ValidationError(
+                f"the checkpoint did not pass its validation; nothing was changed. "
+                f"{result.summary()}",
+                path=self._path,
+            )
+        if result.has_warnings and operation.rank == 0:
+            _log.warning("%s: %s", self._path, result.summary())
+        return result
+
+    def _matching(self, found: Found, operation: Operation, target: Any) -> Matching:
+        return Matching(
+            tensors=found.record.tensors,
+            options=self._options,
+            rank=operation.rank,
+            world_size=operation.world_size,
+            names={} if target is None else parameter_names_in(target),
+            device=self._device,
+        )
+
+    def _match_rng(self, matching: Matching, stored: object) -> None:
+        if not self._options.includes(RNG):
+            return
+        chosen = matching.own(stored, RNG)
+        if isinstance(chosen, PerRank):
+            return
+        make = matching.whole(chosen, RNG)
+        matching.builds.append(lambda staging: [RngFill(make(staging))])
+
+    def _agree(self, operation: Operation, matching: Matching) -> LoadReport:
+        """One report of all ranks, and the same judgement of it on all."""
+        own = matching.report()
+        told = operation.all_gather(b"" if own.is_clean else own.encode())
+        report = LoadReport.merge([LoadReport.decode(each) for each in told if each])
+        lost = [place for place in matching.not_restored if place != RNG]
+        if self._options.strict and lost:
+            sentence = (
+                f"{', '.join(lost)}: each rank has its own of it, and the checkpoint was saved by "
+                f"another number of ranks. Give LoadOptions(remap=...), or strict=False to go "
+                "without"
+            )
+            report = LoadReport.merge([report, LoadReport(other=(sentence,))])
+        if report.is_clean:
+            return report
+        renames = likely_renames(
+            report.missing, report.unexpected, matching.stored_shapes, matching.wanted_shapes
+        )
+        report = LoadReport.merge([report, LoadReport(renames=renames)])
+        if self._options.strict:
+            raise ValidationError(
+                "the checkpoint does not fit what it is loaded into; nothing was changed. With "
+                f"strict=False what fits is loaded.\n{report.text()}",
+                path=self._path,
+            )
+        if operation.rank == 0:
+            _log.warning("%s was loaded in part:\n%s", self._path, report.text())
+        return report
+
+    def _read(
+        self, operation: Operation, found: Found, matching: Matching, timeout_s: float
+    ) -> Staging:
+        """Read and verify everything that is wanted, into memory of its own."""
+        reader = TensorReader(self._tools.storage, self._prefix, found.record)
+        staging = Staging(found.record.tensors, self._path)
+        boxes = [box for slot in matching.slots for box in staging.boxes_of(slot)]
+        Watch(operation).run(lambda _: reader.check_stored(boxes))
+        for slot in matching.slots:
+            staging.add(slot)
+        strategy = self._options.resharding_strategy
+        staged = [*staging.staged]
+        shared = None
+        if strategy == "broadcast" and operation.world_size > 1:
+            shared = share_reading(operation, self._tools, staged, found.record.tensors)
+        wants = [*shared.wants()] if shared else [want for each in staged for want in each.wants()]
+        with self._meter.phase("read", staging.bytes_of(wants)):
+
+            def work(proceed: Callable[[], None]) -> None:
+                def tick(nbytes: int) -> None:
+                    proceed()
+                    self._meter.tick(nbytes)
+
+                reader.fill(wants, tick=tick, whole_boxes=strategy == "simple")
+                if shared is not None and shared.is_sending():
+                    self._tools.bulk.open(timeout_s)
+                    shared.exchange(self._tools.bulk.course(proceed))
+
+            Watch(operation).run(work)
+        return staging
+
+    def _apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            self._applied.append(action)
+            try:
+                action.apply()
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise LoadError(
+                    f"the state refused what was loaded ({type(error).__name__}: {error}); "
+                    "everything was put back as it was",
+                    path=self._path,
+                ) from error
+
+    def _metadata(self, found: Found) -> CheckpointMetadata:
+        custom = decoded(found, found.record.custom, root="custom")
+        return CheckpointMetadata.of(self._prefix, found.record, custom)

@@ -1,0 +1,274 @@
+"""How torch's tensors lie on this rank: dtype, layout over a mesh, local memory.
+
+The only module that looks into DTensors. Knows no names, no files and no other ranks.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import placement_types as theirs
+
+from holdfast.format import CHUNK_BYTES, DType, ShardEntry, dtype_of
+from holdfast.format._dtypes import DTYPES
+from holdfast.reshard import (
+    Box,
+    IndexRuns,
+    Layout,
+    Part,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    mesh_grid,
+)
+
+_BLOCK_BYTES: Final = 8 * 1024 * 1024
+"""How much of a tensor is copied at a time where it cannot be written from its own memory."""
+
+_BY_TORCH: Final = {
+    getattr(torch, dtype.torch_name): dtype
+    for dtype in DTYPES.values()
+    if dtype.torch_name is not None and hasattr(torch, dtype.torch_name)
+}
+
+
+class Unstorable(Exception):  # noqa: N818 -- told to the caller, who knows the place
+    """Why a tensor cannot be stored, in words that follow its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Like:
+    """How a tensor lies on this rank: on a device, and over a mesh if there is one."""
+
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    placements: tuple[theirs.Placement, ...] = ()
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        if isinstance(tensor, DTensor):
+            return cls(
+                device=local_of(tensor).device,
+                mesh=tensor.device_mesh,
+                placements=tuple(tensor.placements),
+            )
+        return cls(device=tensor.device)
+
+    def layout(self, dims: int, rank_of: Callable[[int], int]) -> Layout | None:
+        """The same for a tensor of that many dimensions in words of ``reshard``; ``None`` if every
+        rank holds all of it. ``rank_of`` numbers the mesh's ranks as the coordinator does."""
+        if self.mesh is None:
+            return None
+        ranks = [rank_of(rank) for rank in self.mesh.mesh.flatten().tolist()]
+        return Layout(
+            mesh_shape=tuple(self.mesh.mesh.shape),
+            ranks=IndexRuns.of(ranks),
+            placements=tuple(_placement(placement, dims) for placement in self.placements),
+        )
+
+    def shard_coordinate(self) -> tuple[int, ...]:
+        """Where this rank is along the mesh dimensions that cut: equal for ranks that hold the
+        same."""
+        at = None if self.mesh is None else self.mesh.get_coordinate()
+        return tuple(
+            index
+            for index, placement in zip(at or (), self.placements, strict=False)
+            if not isinstance(placement, theirs.Replicate)
+        )
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], list[Part]]:
+        """The shape of this rank's array, and the parts of the tensor that are in it."""
+        if self.mesh is None:
+            return shape, [Part.alone(Box.whole(shape))]
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            return (0,), []
+        grid = mesh_grid(
+            shape,
+            tuple(self.mesh.mesh.shape),
+            tuple(_placement(placement, len(shape)) for placement in self.placements),
+        )
+        parts = [part for part in grid.parts(coordinate) if not part.box.is_empty]
+        return tuple(grid.local_shape(tuple(coordinate))), parts
+
+
+def code_of(dtype: torch.dtype) -> DType:
+    """The format's type for a torch dtype; ``Unstorable`` if it has none."""
+    try:
+        return _BY_TORCH[dtype]
+    except KeyError:
+        raise Unstorable(f"is of dtype {dtype}, which the format does not have") from None
+
+
+def torch_dtype(code: str) -> torch.dtype | None:
+    """The torch dtype of a code; ``None`` where the installed torch has none."""
+    name = dtype_of(code).torch_name
+    found = None if name is None else getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor on this rank, without its history: that of a DTensor may be empty."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor.detach()  # noqa: SLF001 -- to_local() may wait for collectives
+    return tensor.detach()
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def check_storable(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a tensor that is to be saved, or ``Unstorable``."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise Unstorable(f"is a {tensor.layout} tensor; only dense ones are stored, as to_dense()")
+    local = local_of(tensor)
+    if local.device.type == "meta":
+        raise Unstorable("is on the meta device: it has no values to store")
+    if type(local) is not torch.Tensor:
+        raise Unstorable(
+            f"is a {type(local).__module__}.{type(local).__qualname__}, whose values only its own "
+            "library can tell; convert it to a plain tensor first"
+        )
+    if isinstance(tensor, DTensor):
+        shape, _ = Like.of(tensor).parts(global_shape(tensor))
+        if tensor.device_mesh.get_coordinate() is not None and tuple(local.shape) != shape:
+            raise Unstorable(
+                f"has a local part of shape {tuple(local.shape)} where its placements "
+                f"{tensor.placements} make {shape}"
+            )
+    if local.is_conj() or local.is_neg():
+        local = local.resolve_conj().resolve_neg()
+    return local
+
+
+def memory_of(local: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in this process's memory."""
+    if not local.numel():
+        return memoryview(b"")
+    return memoryview(local.reshape(-1).view(torch.uint8).numpy())
+
+
+def bytes_view(local: torch.Tensor) -> torch.Tensor:
+    """The same as a tensor of bytes."""
+    return local.reshape(-1).view(torch.uint8)
+
+
+def empty_local(
+    shape: Sequence[int], code: str, device: torch.device | None = None
+) -> torch.Tensor:
+    """Memory for an array of a stored type."""
+    dtype = torch_dtype(code)
+    if dtype is None:
+        raise Unstorable(
+            f"is stored as {code}, which the installed torch {torch.__version__} lacks"
+        )
+    return torch.empty(tuple(shape), dtype=dtype, device=device or torch.device("cpu"))
+
+
+def wrap(local: torch.Tensor, like: Like, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of that whole shape whose part on this rank is ``local``."""
+    if like.mesh is None:
+        return local
+    stride = tuple(_row_major(shape))
+    return DTensor.from_local(
+        local,
+        like.mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSource:
+    """A box of a tensor on its way to a shard: ``catalog``'s ``Source``. What is not contiguous
+    memory of this process is copied block by block."""
+
+    entry: ShardEntry
+    tensor: torch.Tensor
+
+    def chunks(self) -> Iterator[memoryview]:
+        tensor = self.tensor
+        if not tensor.numel():
+            return
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            data = memory_of(tensor)
+            if len(data) <= CHUNK_BYTES:
+                yield data
+                return
+            for start in range(0, len(data), CHUNK_BYTES):
+                yield data[start : start + CHUNK_BYTES]
+            return
+        yield from _rechunked(_blocks(tensor))
+
+
+def box_of(local: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements of a box of a local tensor, without a copy."""
+    if box.shape == tuple(local.shape):
+        return local
+    return local[tuple(map(slice, box.start, box.stop))]
+
+
+def _placement(placement: theirs.Placement, dims: int) -> Placement:
+    match placement:
+        case theirs.Replicate():
+            return Replicate()
+        case theirs._StridedShard():  # noqa: SLF001 -- what FSDP2 over TP makes; it has no other name
+            return StridedShard(placement.dim % dims, int(placement.split_factor))
+        case theirs.Shard():
+            return Shard(placement.dim % dims)
+    raise Unstorable(
+        f"is a DTensor with placement {placement}: no rank holds its values; redistribute it first"
+    )
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    strides = [1, *itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), int.__mul__)]
+    return strides[::-1] if shape else []
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements in row-major order, as contiguous bytes in this process's memory."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes <= _BLOCK_BYTES or not tensor.dim():
+        # A view of memory that may change is not enough: chunks are valid until they are written.
+        yield bytes_view(tensor.contiguous().cpu())
+        return
+    rows = max(1, _BLOCK_BYTES * tensor.shape[0] // nbytes)
+    for start in range(0, tensor.shape[0], rows):
+        if rows > 1:
+            yield bytes_view(tensor[start : start + rows].contiguous().cpu())
+        else:
+            yield from _blocks(tensor[start])
+
+
+def _rechunked(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
+    """Blocks cut anew into chunks; one that spans two of them is joined."""
+    rest: Any = b""
+    for block in blocks:
+        data = memoryview(block.numpy())
+        if rest:
+            need = min(CHUNK_BYTES - len(rest), len(data))
+            rest = b"".join((rest, data[:need]))
+            data = data[need:]
+            if len(rest) < CHUNK_BYTES:
+                continue
+            yield memoryview(rest)
+            rest = b""
+        whole = len(data) // CHUNK_BYTES * CHUNK_BYTES
+        for start in range(0, whole, CHUNK_BYTES):
+            yield data[start : start + CHUNK_BYTES]
+        rest = bytes(data[whole:])
+    if rest:
+        yield memoryview(rest)

@@ -1,0 +1,57 @@
+"""What a checkpointer works with, and what it remembers between calls. Decides nothing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from holdfast.catalog import Catalog
+from holdfast.contracts import Coordinator, Storage
+from holdfast.coordination import TorchCoordinator
+from holdfast.distributed._bulk import Bulk
+from holdfast.distributed._validation import CheckpointValidator
+from holdfast.resilience import FaultToleranceHandler
+
+_PLANS: Final = 4
+
+
+class Remembered:
+    """The last few results of pure work, by what they were made from. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[Sequence[Any], Any] = {}
+
+    def get(self, key: Sequence[Any], make: Callable[[], Any]) -> Any:
+        found = self._known.pop(key, None)
+        if found is None:
+            found = make()
+        self._known[key] = found
+        while len(self._known) > _PLANS:
+            del self._known[next(iter(self._known))]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """Shared by the saves and loads of one checkpointer."""
+
+    coordinator: Coordinator
+    catalog: Catalog
+    handler: FaultToleranceHandler
+    validator: CheckpointValidator
+    bulk: Bulk
+    plans: Remembered = field(default_factory=Remembered)
+
+    @property
+    def storage(self) -> Storage:
+        return self.catalog.storage
+
+    def rank_of(self) -> Callable[[int], int]:
+        """From the ranks that a device mesh names to those of the coordinator."""
+        if not isinstance(self.coordinator, TorchCoordinator) or self.coordinator.world_size == 1:
+            return lambda rank: rank
+        import torch.distributed as dist  # noqa: PLC0415 -- only where ranks are torch's
+
+        group = self.coordinator.process_group
+        if group is dist.group.WORLD:
+            return lambda rank: rank
+        return lambda rank: dist.get_group_rank(group, rank)
