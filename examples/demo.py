@@ -1,4 +1,4 @@
-"""What holdfast does today, in half a minute: checkpoints, four real ranks, faults on purpose.
+"""What holdfast does today, in half a minute: checkpoints, real ranks, faults on purpose.
 
 Run it with ``make demo``.
 """
@@ -6,7 +6,6 @@ Run it with ``make demo``.
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from holdfast.resilience import (
 )
 from holdfast.storage import MemoryStorage
 from holdfast.testing import RankGang
+from telling import say, show
 
 RANKS = 4
 LIVENESS_S = 2.0
@@ -69,7 +69,7 @@ def be_late() -> None:
 def main() -> None:
     # Its own account of a dead store, with C++ stack traces, would drown ours.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    say("holdfast demo: one process, then four real ranks (gloo) on this machine\n")
+    say("holdfast demo: one process, then real ranks (gloo) on this machine\n")
     began = time.monotonic()
     show_retry()
     show_breaker()
@@ -78,9 +78,8 @@ def main() -> None:
         show_save(folder)
         show_kill_while_saving(folder)
         show_flipped_bit(folder)
-    say("starting four ranks ...")
-    with RankGang(RANKS):
-        pass  # torch is imported once, here; every later gang starts in a blink
+    say("starting ranks ...")
+    show_training()
     show_fault("rank 2 raises", 2, fail)
     show_fault("rank 3 is killed", 3, be_killed)
     show_fault("rank 0, which hosts the store, is killed", 0, be_killed)
@@ -193,6 +192,13 @@ def show_flipped_bit(folder: str) -> None:
     say(f"      {damage}")
 
 
+def show_training() -> None:
+    # Here and not above: every process of this demo imports what is above, and most need no FSDP.
+    import train_and_resume  # noqa: PLC0415
+
+    train_and_resume.main()
+
+
 def show_fault(title: str, victim: int, fault: Callable[[], None]) -> None:
     others = [rank for rank in range(RANKS) if rank != victim]
     with RankGang(RANKS) as gang:
@@ -203,15 +209,6 @@ def show_fault(title: str, victim: int, fault: Callable[[], None]) -> None:
     show(title, f"{len(ends)} of {len(others)} others knew within {slowest:.2f} s:")
     for text in sorted({text for _, text in ends}):
         say(f"      {text}")
-
-
-def show(what: str, result: str) -> None:
-    say(f"  {what:<46} {result}")
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     if not isinstance(text, str):
         raise ValueError(f"path must be a text or a path, not {path!r}")  # noqa: TRY004 -- as others
     root, slash, prefix = text.rstrip("/").rpartition("/")
-    if not prefix or root.endswith(":/") or (slash and not root):
+    is_scheme = prefix.endswith(":") and "://" in text
+    if not prefix or is_scheme or root.endswith(":/") or (slash and not root):
         raise ValueError(
             "path must be <root>/<prefix>, as 'runs/a/step_100' or 's3://bucket/run/step_100', not "
             f"{path!r}"

@@ -141,7 +141,10 @@ class CheckpointError(Exception):
         where = [f"rank {self.rank}"] if self.rank is not None else []
         where += [f"phase {self.phase}"] if self.phase is not None else []
         where += [f"path {self.path}"] if self.path is not None else []
-        return f"{self.message} [{', '.join(where)}]" if where else self.message
+        if not where:
+            return self.message
+        after = "\n" if "\n" in self.message else " "
+        return f"{self.message}{after}[{', '.join(where)}]"
 
 
 class SaveError(CheckpointError):

@@ -1,5 +1,6 @@
 """Checkpoints on a real S3 server, straight and through a proxy that loses answers."""
 
+import pathlib
 import threading
 import urllib.request
 import uuid
@@ -145,3 +146,18 @@ def test_whichever_answer_is_lost_a_save_succeeds_or_fails_and_says_so(server, a
             true.storage.delete(info.key)
     assert fired > 8, "the save was cut off at each of its requests"
     assert failed <= 2, "only what a writer cannot repeat may fail"
+
+
+def test_model_files_their_tables_and_their_index_live_and_go_together(storage):
+    golden = pathlib.Path(__file__).parents[1] / "golden" / "v1" / "consolidated"
+    for path in golden.iterdir():
+        storage.create(f"step_1/{path.name}", path.read_bytes())
+    catalog = Catalog(storage)
+    assert catalog.verify("step_1").is_intact
+    assert catalog.read("step_1")["embed.weight"].shape == (4, 3)
+    storage.delete("step_1/model.safetensors.index.json")
+    catalog.gc()
+    index = golden / "model.safetensors.index.json"
+    assert storage.read("step_1/model.safetensors.index.json") == index.read_bytes()
+    catalog.delete("step_1")
+    assert [info.key for info in storage.list()] == ["step_1/metadata.json"]  # a tombstone

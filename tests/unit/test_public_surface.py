@@ -16,6 +16,13 @@ SURFACE = {
         ObjectInfo ObjectWriter Operation ReadRange SMALL_OBJECT_BYTES Storage
     """,
     "coordination": "SoloCoordinator TimeoutHandler TorchCoordinator",
+    "distributed": """
+        CheckpointFormat CheckpointInfo CheckpointLoadResult CheckpointMetadata
+        CheckpointOptions CheckpointValidator CompatibilityChecker CompressionLevel Difference
+        DistributedCheckpoint Finding FullReadChecker IntegrityChecker LoadOptions LoadReport
+        Progress RequiredMetadata ReshardingStrategy RichProgress SameWorldSize SaveOptions
+        ValidationResult per_rank
+    """,
     "errors": """
         CheckpointError CheckpointExistsError CheckpointNotFoundError CircuitOpenError
         ClosedError CoordinationError CorruptedError DependencyCycleError ErrorKind
@@ -53,6 +60,11 @@ SURFACE = {
     """,
 }
 
+TOP = """
+    CheckpointFormat CheckpointInfo CheckpointLoadResult CheckpointOptions CompressionLevel
+    DistributedCheckpoint LoadOptions SaveOptions load per_rank save
+"""
+
 
 @pytest.mark.parametrize("room", SURFACE)
 def test_a_room_offers_these_names_and_no_others(room):
@@ -61,8 +73,14 @@ def test_a_room_offers_these_names_and_no_others(room):
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
-def test_the_top_offers_the_errors_and_the_rooms():
-    expected = [*SURFACE["errors"].split(), *SURFACE, "__version__"]
+def test_the_top_offers_the_errors_the_rooms_and_what_most_people_need():
+    expected = [*SURFACE["errors"].split(), *TOP.split(), *SURFACE, "__version__"]
     assert sorted(holdfast.__all__) == sorted(expected)
     assert [name for name in expected if not hasattr(holdfast, name)] == []
     assert dir(holdfast) == sorted(expected)
+
+
+def test_a_name_of_the_top_is_the_one_of_its_room():
+    distributed = importlib.import_module("holdfast.distributed")
+    for name in set(TOP.split()) - {"load", "save"}:
+        assert getattr(holdfast, name) is getattr(distributed, name)

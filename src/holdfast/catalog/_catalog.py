@@ -98,8 +98,8 @@ class Catalog:
         level = _level(compression)
         tree, leaves = collect_leaves(state)
         facts = Facts(
-            step=None if step is None else _step(step),
-            metrics=_metrics(metrics),
+            step=None if step is None else checked_step(step),
+            metrics=checked_metrics(metrics),
             custom=encode_value(custom, root="custom"),
         )
         check_record_size(tree, facts.custom, self._storage, prefix)
@@ -215,7 +215,7 @@ def _level(compression: CompressionLevel | str) -> CompressionLevel:
         raise ValueError(f"compression must be one of {known}, not {compression!r}") from None
 
 
-def _step(step: object) -> int:
+def checked_step(step: object) -> int:
     number = step.item() if isinstance(step, np.integer) else step
     checked = _checks.count("step", number, least=0)
     if checked > _MAX_COUNT:
@@ -223,7 +223,7 @@ def _step(step: object) -> int:
     return checked
 
 
-def _metrics(metrics: object) -> dict[str, float]:
+def checked_metrics(metrics: object) -> dict[str, float]:
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):

@@ -46,11 +46,22 @@ class OpenCheckpoint:
 
     def __init__(self, storage: Storage, found: Found) -> None:
         self._found = found
+        self._storage = storage
         self._path = f"{storage.url}/{found.prefix}"
         self._reader = TensorReader(storage, found.prefix, found.record)
 
     def __repr__(self) -> str:
         return f"OpenCheckpoint({self._path!r})"
+
+    @property
+    def storage(self) -> Storage:
+        """Where it is."""
+        return self._storage
+
+    @property
+    def found(self) -> Found:
+        """The commit record as it was found."""
+        return self._found
 
     @property
     def info(self) -> CheckpointInfo:
@@ -136,7 +147,7 @@ class OpenCheckpoint:
             if array.nbytes:
                 wants.append(Want(name=name, part=Part.alone(box), into=as_bytes(array)))
         self._reader.check_stored(boxes)
-        self._reader.fill(wants, tick=progress)
+        self._reader.fill(wants, tick=progress, checked=True)
 
     def _fitting(self, patterns: Sequence[str]) -> set[str]:
         tensors = self._found.record.tensors

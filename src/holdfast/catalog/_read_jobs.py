@@ -73,7 +73,9 @@ def run_batch(storage: Storage, batch: Sequence[Job], *, keep: bool = True) -> l
     copies: list[tuple[CopyRuns, memoryview, int, memoryview]] = []
     for job in batch:
         piece, base = job.piece, job.piece.first * CHUNK_BYTES
-        if keep and piece.copy is None:
+        if keep and job.nbytes == len(job.into) and piece.copy is None:
+            memory = job.into
+        elif keep and piece.copy is None:
             memory = job.into[piece.dst_offset : piece.dst_offset + job.nbytes]
         else:
             memory = memoryview(bytearray(job.nbytes))

@@ -81,11 +81,11 @@ class TensorReader:
         *,
         tick: Tick = lambda _: None,
         whole_boxes: bool = False,
-        checked: bool = True,
+        checked: bool = False,
     ) -> None:
         """Fill every want, or raise: ``CorruptedError`` names tensor, file and bytes of the first
         damage met with. Memory beyond the wants' own is bounded, whatever their size. Boxes are
-        to be ``check_stored`` first; those that were not are ``checked`` here, file by file.
+        ``checked`` if they were given to ``check_stored``; otherwise it is done here.
 
         With ``whole_boxes`` every stored box of which anything is wanted is read, and verified,
         as a whole, one after the other. Memory is then that of the largest one.
@@ -183,12 +183,21 @@ class TensorReader:
         run_all((batch for batch in batches(all_chunks(shards)) if turn()), run, lanes=LANES)
         return sorted(bad, key=lambda chunk: (chunk.key, chunk.entry, chunk.start))
 
-    def check_stored(self, boxes: Sequence[tuple[str, Box]]) -> None:
+    def check_stored(self, boxes: Sequence[tuple[str, Box]]) -> list[int | None]:
         """``CorruptedError`` unless everything of these boxes of tensors is in its files, so that
-        no memory is taken for what is not there."""
+        no memory is taken for what is not there.
+
+        Returns at which byte of a file each is, or ``None`` if it is not stored by itself and as
+        it is.
+        """
+        offsets: list[int | None] = [None] * len(boxes)
         for stored, shards in self._by_file(boxes, check=True):
-            for part in stored:
-                self.placed(boxes[part.nth][0], part.box, shards[part.file])
+            for nth, box, index in stored:
+                name, wanted = boxes[nth]
+                placed = self.placed(name, box, shards[index])
+                if placed.codec is None and (box is wanted or box == wanted):
+                    offsets[nth] = placed.offset
+        return offsets
 
     def _by_file(
         self, boxes: Sequence[tuple[str, Box]], *, check: bool = False

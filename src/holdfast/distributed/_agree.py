@@ -5,7 +5,7 @@ one small message for each rank, whatever the size of the state; only difference
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -13,14 +13,29 @@ import msgspec
 from holdfast.contracts import Operation
 from holdfast.distributed._capture import Place
 from holdfast.distributed._flat import Flat, Held
-from holdfast.errors import ReplicaMismatchError, SaveError
+from holdfast.errors import LoadError, ReplicaMismatchError, SaveError
 from holdfast.format import digest
 from holdfast.format._value_encode import per_rank_node
 from holdfast.format._value_tags import TAG_KEY
 from holdfast.reshard import LeafList, RankGroup, group_ranks
 
+Failed = SaveError | LoadError
+
 _NAMED: Final = 5
+_SHOWN: Final = 100
 _PAIRS: Final = frozenset({"dict", "ordereddict"})
+
+
+def check_same(operation: Operation, own: Mapping[str, object], failed: type[Failed]) -> None:
+    """Refuse options that differ between ranks, which go through the same steps."""
+    first = msgspec.json.decode(operation.broadcast(msgspec.json.encode(own)))
+    mine = msgspec.json.decode(msgspec.json.encode(own))
+    for name, value in mine.items():
+        if first[name] != value:
+            raise failed(
+                f"{name} is {value!r} on rank {operation.rank} and {first[name]!r} on rank 0; give "
+                "every rank the same options. Nothing was changed"
+            )
 
 
 def share_lists(operation: Operation, own: LeafList) -> tuple[RankGroup, ...]:
@@ -37,39 +52,73 @@ def share_lists(operation: Operation, own: LeafList) -> tuple[RankGroup, ...]:
     )
 
 
+class Differing(msgspec.Struct, frozen=True, kw_only=True):
+    """A leaf that ranks hold different values of: ``groups`` are ranks that hold the same.
+    ``is_agreed`` if it is of a module or an optimizer, ``is_cut`` if ranks hold parts of it."""
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    is_agreed: bool
+    is_cut: bool
+
+
+class _Copy(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's copy of a part of a leaf. Those that are otherwise equal should have one digest."""
+
+    part: str
+    is_agreed: bool
+    is_cut: bool
+    digest: str
+
+
 def find_differing(
-    operation: Operation, held: Iterable[Held], *, everything: bool, place_of: Callable[[Held], str]
-) -> dict[str, list[tuple[int, ...]]]:
-    """Leaves that should be the same on several ranks and are not: for each, the ranks that hold
-    the same. ``everything`` compares all replicated leaves, not only those to be checked."""
-    checked = [one for one in held if one.is_checked or everything]
-    own = {one.name: (place_of(one), one.digest().hex()) for one in checked}
+    operation: Operation, held: Iterable[Held], *, everything: bool
+) -> tuple[Differing, ...]:
+    """Leaves that should be the same on several ranks and are not. ``everything`` compares all
+    replicated leaves, not only those to be checked. Leaves of modules and optimizers are compared
+    only with ones of their dtype and shape: those that differ even there are refused when leaves
+    are listed, in better words."""
+    given = [*held]
+    # Beside tensors that are cut, a plain one of several elements may be a piece, too.
+    is_cut = any(not one.is_plain for one in given)
+    own = {
+        one.name: _Copy(
+            part=f"{one.shard_coordinate()}{_form(one)}",
+            is_agreed=one.is_agreed,
+            is_cut=not one.is_plain,
+            digest=one.digest().hex(),
+        )
+        for one in given
+        if one.is_checked or everything or (is_cut and one.is_plain and one.shape)
+    }
     data = msgspec.json.encode(own)
     digests = operation.all_gather(digest(data))
     if len(set(digests)) == 1:
-        return {}
-    told = [
-        msgspec.json.decode(each, type=dict[str, tuple[str, str]])
-        for each in operation.all_gather(data)
-    ]
-    by_place: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for rank, leaves in enumerate(told):
-        for name, (place, found) in leaves.items():
-            by_place.setdefault((name, place), {}).setdefault(found, []).append(rank)
-    return {
-        name: sorted(tuple(ranks) for ranks in found.values())
-        for (name, _), found in by_place.items()
-        if len(found) > 1
-    }
+        return ()
+    by_part: dict[tuple[str, str], dict[str, list[int]]] = {}
+    copies: dict[str, _Copy] = {}
+    for rank, each in enumerate(operation.all_gather(data)):
+        for name, copy in msgspec.json.decode(each, type=dict[str, _Copy]).items():
+            by_part.setdefault((name, copy.part), {}).setdefault(copy.digest, []).append(rank)
+            copies[name] = copy
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for (name, _), found in by_part.items():
+        if len(found) > 1:
+            groups.setdefault(name, []).extend(sorted(tuple(ranks) for ranks in found.values()))
+    return tuple(
+        Differing(
+            name=name,
+            groups=tuple(ranks),
+            is_agreed=copies[name].is_agreed,
+            is_cut=copies[name].is_cut,
+        )
+        for name, ranks in groups.items()
+    )
 
 
-def mismatch(differing: Mapping[str, list[tuple[int, ...]]], buffers: bool) -> ReplicaMismatchError:
+def mismatch(differing: Sequence[Differing], *, buffers: bool) -> ReplicaMismatchError:
     """The error for leaves that differ though all ranks should hold the same."""
-    named = [
-        f"{name} (the same on rank{'s' if len(groups[0]) > 1 else ''} "
-        f"{' and on '.join(', '.join(map(str, ranks)) for ranks in groups)})"
-        for name, groups in list(differing.items())[:_NAMED]
-    ]
+    named = [f"{each.name} ({_told(each.groups)})" for each in differing[:_NAMED]]
     more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
     hint = (
         " Buffers differ after a forward pass under DistributedDataParallel, which takes rank 0's "
@@ -78,9 +127,24 @@ def mismatch(differing: Mapping[str, list[tuple[int, ...]]], buffers: bool) -> R
         else " SaveOptions(replicas_from=RANK) takes those of one rank."
     )
     return ReplicaMismatchError(
-        f"ranks hold different values of what is replicated: {'; '.join(named)}{more}. Nothing "
-        f"was saved.{hint}"
+        f"ranks hold different values of what should be the same: {'; '.join(named)}{more}. "
+        f"Nothing was saved.{hint}"
     )
+
+
+def _form(held: Held) -> str:
+    return f" {held.dtype.code} {held.shape}" if held.is_agreed else ""
+
+
+def _told(groups: Sequence[tuple[int, ...]]) -> str:
+    """Which ranks hold the same: "one value on ranks 0, 2, another on rank 1"."""
+    sides = [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}"
+        f"{f' and {len(ranks) - _NAMED} more' if len(ranks) > _NAMED else ''}"
+        for ranks in groups
+    ]
+    told = ", another on ".join(sides[:_NAMED])
+    return f"one value on {told}{' and so on' if len(sides) > _NAMED else ''}"
 
 
 def merge_trees(operation: Operation, flat: Flat) -> object | None:
@@ -155,6 +219,8 @@ def _merge_tagged(
 ) -> object | None:
     """Tuples and dicts that JSON has not; ``None`` if they have to be taken as they are."""
     payloads = [value[TAG_KEY][1] for value in values]
+    if tag == "defaultdict":
+        return _merge_defaultdicts(payloads, place, agreed)
     if {_tag(value) for value in values} != {tag} or len({len(p) for p in payloads}) != 1:
         return None
     first = payloads[0]
@@ -170,6 +236,19 @@ def _merge_tagged(
     return None
 
 
+def _merge_defaultdicts(
+    payloads: Sequence[Any], place: Place, agreed: frozenset[Place]
+) -> object | None:
+    """Each is the name of its factory, and pairs."""
+    if len({factory for factory, _ in payloads}) != 1:
+        return None
+    as_dicts = [{TAG_KEY: ["dict", pairs]} for _, pairs in payloads]
+    merged: Any = _merge_tagged(as_dicts, "dict", place, agreed)
+    if merged is None:
+        return None
+    return {TAG_KEY: ["defaultdict", [payloads[0][0], merged[TAG_KEY][1]]]}
+
+
 def _key_step(key: object) -> object:
     return key if isinstance(key, str | int) else str(key)
 
@@ -180,17 +259,33 @@ def _refuse_agreed(values: Sequence[Any], place: Place, agreed: frozenset[Place]
     around = any(other[: len(place)] == place for other in agreed)
     if not within and not around:
         return
-    by_value: dict[bytes, list[int]] = defaultdict(list)
-    for rank, value in enumerate(values):
-        by_value[msgspec.json.encode(value)].append(rank)
-    told = "; ".join(
-        f"rank {', '.join(map(str, ranks))}: {value[:100].decode('utf-8', 'replace')}"
-        for value, ranks in list(by_value.items())[:_NAMED]
-    )
+    where = ".".join(map(str, place)) or "the state"
+    if all(isinstance(value, dict) and _tag(value) is None for value in values):
+        told = _partial_keys(values)
+    else:
+        by_value: dict[bytes, list[int]] = defaultdict(list)
+        for rank, value in enumerate(values):
+            by_value[msgspec.json.encode(value)].append(rank)
+        told = "; ".join(
+            f"rank {', '.join(map(str, ranks))}: {value[:_SHOWN].decode('utf-8', 'replace')}"
+            for value, ranks in list(by_value.items())[:_NAMED]
+        )
     raise ReplicaMismatchError(
-        f"{'.'.join(map(str, place)) or 'the state'} differs between ranks ({told}), and modules "
-        "and optimizers must be of the same form and values on all; nothing was saved"
+        f"{where} differs between ranks ({told}), and modules and optimizers must be of the same "
+        "form and values on all. Nothing was saved"
     )
+
+
+def _partial_keys(values: Sequence[Mapping[str, object]]) -> str:
+    """Which keys only some ranks have."""
+    every = dict.fromkeys(key for value in values for key in value)
+    partial = [key for key in every if not all(key in value for value in values)]
+    told = [
+        f"only rank {', '.join(str(r) for r, value in enumerate(values) if key in value)} has {key}"
+        for key in partial[:_NAMED]
+    ]
+    more = [f"{len(partial) - _NAMED} more"] if len(partial) > _NAMED else []
+    return "; ".join([*told, *more])
 
 
 def _tag(value: object) -> str | None:

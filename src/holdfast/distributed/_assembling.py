@@ -12,8 +12,8 @@ import torch
 
 from holdfast.distributed._bulk import Course
 from holdfast.distributed._flat import Held
-from holdfast.distributed._tensors import bytes_view, empty_local, memory_of
-from holdfast.format import CHUNK_BYTES, ShardEntry, dtype_of
+from holdfast.distributed._tensors import TensorSource, bytes_view, empty_local, memory_of
+from holdfast.format import CHUNK_BYTES, ShardEntry
 from holdfast.reshard import Box, Leaf, Part, Replicate, SavePlan
 
 
@@ -116,14 +116,15 @@ class Assembler:
         for owner, box in step.cells:
             if box.is_empty:
                 continue
+            where = whole[tuple(map(slice, box.start, box.stop))]
             if owner == self._rank:
-                data = self._cell(step, box)
+                where.copy_(self._cell(step, box).view(whole.dtype).view(box.shape))
+            elif where.is_contiguous():
+                self._to_course().receive(owner, bytes_view(where))
             else:
-                size = box.size * dtype_of(step.leaf.dtype).itemsize
-                data = torch.empty(size, dtype=torch.uint8)
-                self._to_course().receive(owner, data)
-            where = tuple(map(slice, box.start, box.stop))
-            whole[where] = data.view(whole.dtype).view(box.shape)
+                data = torch.empty(box.shape, dtype=whole.dtype)
+                self._to_course().receive(owner, bytes_view(data))
+                where.copy_(data)
         return whole
 
     def _cell(self, step: Step, box: Box) -> torch.Tensor:
@@ -131,15 +132,9 @@ class Assembler:
         held, part = self._held[step.leaf.name], self._parts[step.leaf.name, box]
         entry = ShardEntry(name=step.leaf.name, dtype=step.leaf.dtype, shape=box.shape)
         source = held.source(entry, part)
-        tensor = getattr(source, "tensor", None)
-        if (
-            isinstance(tensor, torch.Tensor)
-            and tensor.is_contiguous()
-            and tensor.device.type == "cpu"
-        ):
-            return bytes_view(tensor)
-        joined = bytearray(b"".join(source.chunks()))
-        return torch.frombuffer(joined, dtype=torch.uint8)
+        if isinstance(source, TensorSource):
+            return bytes_view(source.tensor.contiguous().cpu())
+        return torch.frombuffer(bytearray(b"".join(source.chunks())), dtype=torch.uint8)
 
     def _to_course(self) -> Course:
         if self._course is None:

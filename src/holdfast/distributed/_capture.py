@@ -17,6 +17,7 @@ from holdfast.distributed._modules import module_state, parameter_names
 from holdfast.distributed._optimizers import optimizer_state
 from holdfast.errors import SaveError
 from holdfast.format import PerRank
+from holdfast.format._value_model import MAX_VALUE_DEPTH
 
 Place = tuple[Any, ...]
 """Where a value stands: the keys and indexes that lead to it."""
@@ -103,7 +104,7 @@ def modules_in(state: object, place: Place) -> Iterator[tuple[Place, nn.Module]]
         yield place, state
     elif isinstance(state, RankOwn):
         yield from modules_in(state.value, place)
-    else:
+    elif len(place) <= MAX_VALUE_DEPTH:
         for key, value in _members(state):
             yield from modules_in(value, (*place, key))
 
@@ -139,7 +140,8 @@ class _Walk:
             return value
         rebuild = self._rebuild.get(type(value))
         if rebuild is not None:
-            return rebuild(value, place)
+            # What is deeper is not stored: whoever encodes it says so, though it has no end.
+            return rebuild(value, place) if len(place) <= MAX_VALUE_DEPTH else value
         if isinstance(value, RankOwn):
             self.own.add(place)
             return PerRank(values=(self.value(value.value, (*place, "@0")),))
@@ -161,7 +163,7 @@ class _Walk:
         return self.value(_plain(inner), place)
 
     def _module(self, module: nn.Module, place: Place) -> object:
-        state = module_state(module)
+        state = module_state(module, place=".".join(map(str, place)))
         self.agreed.add(place)
         self.buffers.update((*place, name) for name in state.buffers)
         return dict(state.values)

@@ -13,16 +13,15 @@ from holdfast.catalog import Catalog, CheckpointInfo
 from holdfast.contracts import Coordinator, Storage
 from holdfast.coordination import SoloCoordinator, TorchCoordinator
 from holdfast.distributed._bulk import Bulk
-from holdfast.distributed._capture import RankOwn
-from holdfast.distributed._load import RNG, load_state
+from holdfast.distributed._load import Loaded, load_state
 from holdfast.distributed._options import (
     DEFAULT_STORAGE,
     CheckpointOptions,
     LoadOptions,
     SaveOptions,
 )
+from holdfast.distributed._preparing import Request
 from holdfast.distributed._result import CheckpointLoadResult
-from holdfast.distributed._rng import capture_rng
 from holdfast.distributed._save import save_state
 from holdfast.distributed._stored import has_leaves
 from holdfast.distributed._tools import Tools
@@ -124,15 +123,15 @@ class DistributedCheckpoint:
             state[OPTIMIZER] = optimizer
         if extra is not None:
             state[EXTRA] = dict(_extra(extra))
-        if chosen.include_rng_state:
-            state[RNG] = RankOwn(capture_rng())
-        return self._save(state, chosen, (MODEL,))
+        return self._save(
+            Request(state=state, options=chosen, model=(MODEL,), rng=chosen.include_rng_state)
+        )
 
     def save_model_only(self, model: object, options: SaveOptions | None = None) -> str:
         """Save a model without optimizer, extra state or random number generators."""
         chosen = SaveOptions() if options is None else options
         _checks.instance("options", chosen, SaveOptions)
-        return self._save({MODEL: model}, chosen, (MODEL,))
+        return self._save(Request(state={MODEL: model}, options=chosen, model=(MODEL,)))
 
     def load(
         self,
@@ -219,10 +218,11 @@ class DistributedCheckpoint:
             f"{ranks.world_size})"
         )
 
-    def _save(self, state: object, options: SaveOptions, model: tuple[str, ...] | None) -> str:
+    def _save(self, request: Request) -> str:
         self._require_open()
-        timeout_s = self._timeout_s if options.timeout_s is None else options.timeout_s
-        return save_state(self._tools, state, options, model=model, timeout_s=timeout_s)
+        given_s = request.options.timeout_s
+        timeout_s = self._timeout_s if given_s is None else given_s
+        return save_state(self._tools, request, timeout_s=timeout_s)
 
     def _load(
         self,
@@ -233,7 +233,7 @@ class DistributedCheckpoint:
         rng: bool = False,
         device: torch.device | None = None,
         open_at: frozenset[str] = frozenset({"", EXTRA}),
-    ) -> Any:
+    ) -> Loaded:
         self._require_open()
         timeout_s = self._timeout_s if options.timeout_s is None else options.timeout_s
         return load_state(

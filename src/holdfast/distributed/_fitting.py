@@ -13,21 +13,24 @@ from torch import nn
 from holdfast.distributed._capture import RankOwn, is_stateful
 from holdfast.distributed._filling import ArrayFill, SetItem, StatefulFill
 from holdfast.distributed._matching import CPU, Matching
-from holdfast.distributed._module_walk import position_of
-from holdfast.distributed._modules import ModuleFill, ModuleState, module_state
-from holdfast.distributed._optimizers import OptimizerFill, OptimizerTarget
+from holdfast.distributed._module_walk import has_own_loading, position_of
+from holdfast.distributed._modules import ModuleFill, ModuleState, live_values, module_state
+from holdfast.distributed._optimizers import OptimizerFill, OptimizerTarget, without_state
 from holdfast.distributed._result import Difference
 from holdfast.distributed._staging import Slot, Staging
-from holdfast.distributed._stored import DICTS, LISTS, at_place, join, refs_in, replaced
+from holdfast.distributed._stored import DICTS, LISTS, at_steps, has_ranks, join, refs_in, replaced
 from holdfast.distributed._swapping import Action, replacing
 from holdfast.distributed._tensors import Like, local_of
 from holdfast.format import LeafRef, PerRank, numpy_dtype
 
 
-def fit(found: Matching, target: Any, stored: object, *, open_at: frozenset[str]) -> None:
-    """Match a state, a container or a stateful, with the stored tree. At the places ``open_at``
-    whatever is stored and not asked for is left alone."""
-    _Fitting(found, open_at).value([target], 0, stored, "")
+def fit(found: Matching, target: Any, stored: object, *, open_at: frozenset[str]) -> list[Any]:
+    """Match a state, a container, a stateful or a value, with the stored tree. At the places
+    ``open_at`` parts that are stored and not asked for are left alone; not so tensors that stand
+    in the state's own dict. Returns a list that holds the state, once it is filled."""
+    holder = [target]
+    _Fitting(found, open_at).value(holder, 0, stored, "")
+    return holder
 
 
 class _Fitting:
@@ -35,9 +38,9 @@ class _Fitting:
         self._found = found
         self._open_at = open_at
         self._kinds: Sequence[tuple[Callable[[Any], bool], Callable[..., None]]] = (
+            (lambda target: isinstance(target, torch.Tensor), self._tensor),
             (lambda target: isinstance(target, nn.Module), self._module),
             (lambda target: isinstance(target, torch.optim.Optimizer), self._optimizer),
-            (lambda target: isinstance(target, torch.Tensor), self._tensor),
             (lambda target: isinstance(target, np.ndarray), self._array),
             (is_stateful, self._stateful),
             (lambda target: type(target) in DICTS and _is_filled(target), self._dict),
@@ -69,10 +72,11 @@ class _Fitting:
                 self.value(target, key, stored[key], at)
             elif found.is_under(at):
                 found.miss(at, target[key])
-        if place not in self._open_at:
-            for key in stored:
-                if key not in target and found.is_under(at := join(place, key)):
-                    found.pass_over(at, stored[key])
+        for key, value in stored.items():
+            if key in target or not found.is_under(at := join(place, key)):
+                continue
+            if place not in self._open_at or (not place and isinstance(value, LeafRef)):
+                found.pass_over(at, value)
 
     def _list(self, target: Any, stored: object, place: str, *_: object) -> None:
         if not isinstance(stored, list | tuple):
@@ -90,21 +94,27 @@ class _Fitting:
         found = self._found
         if place in self._open_at and type(target) in DICTS and isinstance(stored, Mapping):
             self._dict(target, stored, place)
-        elif not found.is_included(place):
+        elif not found.is_included(place) or has_ranks(own := found.own(stored, place)):
             return
         elif isinstance(container, tuple):
-            if type(stored) is not type(target) or stored != target:
+            if type(own) is not type(target) or own != target:
                 found.other.append(f"{place} is in a tuple, so that it cannot be set")
         else:
-            make = found.whole(stored, place)
-            found.builds.append(lambda staging: [SetItem(container, key, make(staging))])
+            make = found.whole(own, place)
+            given = isinstance(container[key], RankOwn)
+
+            def build(staging: Staging) -> list[Action]:
+                made = make(staging)
+                return [SetItem(container, key, RankOwn(made) if given else made)]
+
+            found.builds.append(build)
 
     def _module(self, target: nn.Module, stored: object, place: str, *_: object) -> None:
         found = self._found
         if not isinstance(stored, Mapping):
             found.unlike(place or "the state", stored, "a module's state")
             return
-        state = module_state(target, loading=True)
+        state = module_state(target, loading=True, place=place)
         tied = _tied(state)
         filling = _ModuleFilling(state, found.device)
         for name, live in state.values.items():
@@ -136,15 +146,16 @@ class _Fitting:
         if not isinstance(live, torch.Tensor):
             if isinstance(value, LeafRef):
                 found.unlike(place, value, "no tensor")
-            else:
+            elif not has_ranks(value):
                 filling.makes[name] = found.whole(value, place)
             return
         if not isinstance(value, LeafRef):
-            found.unlike(place, value, "a tensor")
+            if not has_ranks(value):
+                found.unlike(place, value, "a tensor")
             return
         before = next((filling.slots[each] for each in tied if each in filling.slots), None)
         if before is None:
-            slot = found.slot(live, value, place)
+            slot = found.slot(live, value, place, may_be_direct=name in filling.live)
             if slot is not None:
                 filling.slots[name] = slot
         elif before.ref.name != value.name:
@@ -166,28 +177,41 @@ class _Fitting:
         found.missing += [join(place, name) for name in missing]
         found.unexpected += [join(place, name) for name in unexpected]
         found.other += [f"{place or 'the optimizer'}: {sentence}" for sentence in sentences]
+        if missing and not found.names:
+            found.other.append(
+                f"{place or 'the optimizer'}: parameters have their names from the model; load it "
+                "in the same call"
+            )
         if sentences:
             return
         slots: dict[int, Slot] = {}
+        unfit: set[str] = set()
         for path, ref, like in fitted.likes(stored, found.shape_of):
             at = ".".join([*([place] if place else []), *map(str, path)])
-            slots[id(ref)] = found.add(Slot(place=at, ref=ref, like=like))
-        found.builds.append(
-            lambda staging: [OptimizerFill(fitted, replaced(stored, slots, staging))]
-        )
+            wanted = fitted.shape_like(path)
+            if wanted is not None and not _is_state_shape(found.shape_of(ref.name), wanted):
+                found.is_shape(at, found.shape_of(ref.name), wanted)
+                unfit.add(str(path[1]))
+            else:
+                slots[id(ref)] = found.add(Slot(place=at, ref=ref, like=like))
+        kept = without_state(stored, unfit)
+        found.builds.append(lambda staging: [OptimizerFill(fitted, replaced(kept, slots, staging))])
 
     def _stateful(self, target: Any, stored: Any, place: str, *_: object) -> None:
         found = self._found
         if not found.is_under(place):
             return
         own = found.own(stored, place)
+        if has_ranks(own):
+            return
         current = target.state_dict()
         slots: dict[int, Slot] = {}
-        for at, ref in refs_in(own, place):
-            live = at_place(current, at, place)
+        for steps, ref in refs_in(own):
+            live = at_steps(current, steps)
             like = Like(device=found.device or CPU)
             if isinstance(live, torch.Tensor) and tuple(live.shape) == found.shape_of(ref.name):
                 like = Like.of(live)
+            at = join(place, ".".join(map(str, steps)))
             slots[id(ref)] = found.add(Slot(place=at, ref=ref, like=like))
         found.builds.append(lambda staging: [StatefulFill(target, replaced(own, slots, staging))])
 
@@ -206,9 +230,11 @@ class _Fitting:
         if target.is_meta:
             found.builds.append(lambda staging: [SetItem(container, key, staging.get(slot))])
         else:
-            found.builds.append(
-                lambda staging: [replacing(local_of(target), local_of(staging.take(slot)))]
-            )
+            last = found.builds[-1] if found.builds else None
+            if not isinstance(last, _TensorFilling):
+                last = _TensorFilling()
+                found.builds.append(last)
+            last.slots.append((target, slot))
 
     def _array(self, target: Any, stored: Any, place: str, *_: object) -> None:
         found = self._found
@@ -230,21 +256,46 @@ class _Fitting:
             found.builds.append(lambda staging: [ArrayFill(target, staging.get(slot))])
 
 
+class _TensorFilling:
+    """What was found for tensors that are in the state as such, and there may be very many."""
+
+    def __init__(self) -> None:
+        self.slots: list[tuple[torch.Tensor, Slot]] = []
+
+    def __call__(self, staging: Staging) -> list[Action]:
+        return [replacing(local_of(target), staging.take(slot)) for target, slot in self.slots]
+
+
 class _ModuleFilling:
     """What was found for one module, by its names."""
 
     def __init__(self, state: ModuleState, device: torch.device | None) -> None:
         self._state = state
         self._device = device
+        self.live = frozenset[str]() if has_own_loading(state.module) else live_values(state).keys()
         self.slots: dict[str, Slot] = {}
         self.makes: dict[str, Callable[[Staging], Any]] = {}
 
     def actions(self, staging: Staging) -> list[Action]:
         new: dict[str, Any] = {
-            name: staging.take(slot) for name, slot in self.slots.items() if slot.direct is None
+            name: staging.get(slot) if self._is_meta(name) else staging.take(slot)
+            for name, slot in self.slots.items()
+            if slot.direct is None
         }
         new |= {name: make(staging) for name, make in self.makes.items()}
         return [ModuleFill(self._state, new, device=self._device)] if new else []
+
+    def _is_meta(self, name: str) -> bool:
+        live = self._state.values[name]
+        return isinstance(live, torch.Tensor) and live.is_meta
+
+
+def _is_state_shape(stored: Sequence[int], parameter: Sequence[int]) -> bool:
+    """Whether a tensor of that shape can be of the state of such a parameter: some optimizers keep
+    one value for a row, a column or a whole parameter."""
+    return len(stored) != len(parameter) or all(
+        size in {1, wanted} for size, wanted in zip(stored, parameter, strict=True)
+    )
 
 
 def _tied(state: ModuleState) -> dict[str, list[str]]:

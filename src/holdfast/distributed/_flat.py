@@ -59,6 +59,15 @@ class Held:
     is_checked: bool
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every rank that has it is to have all of it."""
+        return self.like is None or self.like.mesh is None
+
+    def shard_coordinate(self) -> tuple[int, ...]:
+        """Equal for ranks that hold the same part of it."""
+        return () if self.like is None else self.like.shard_coordinate()
+
+    @property
     def nbytes(self) -> int:
         return Box.whole(self.shape).size * self.dtype.itemsize
 
@@ -87,10 +96,6 @@ class Flat:
     agreed: frozenset[Place]
     model: frozenset[str]
 
-    def is_agreed(self, name: str) -> bool:
-        """Whether a shared leaf is of a module or an optimizer; one that is not here is not."""
-        return name in self.shared and self.shared[name].is_agreed
-
     def without(self, names: Collection[str]) -> "Flat":
         """The same, but that this rank has nothing of these leaves."""
         kept = {name: held for name, held in self.shared.items() if name not in names}
@@ -111,7 +116,12 @@ def flatten(captured: Captured, naming: Naming) -> Flat:
     """``SaveError`` for what cannot be stored, with its place and type."""
     walk = _Leaves(captured=captured, naming=naming)
     pieces = {
-        place: encode_value(value, leaf=walk.at(place), root=_dotted(place) or "state")
+        place: encode_value(
+            value,
+            leaf=walk.at(place),
+            root=_dotted(place) or "state",
+            depth=len(place) + 1,  # one more, in case each rank turns out to have its own
+        )
         for place, value in _cut(captured.tree, captured.agreed)
     }
     return Flat(
@@ -243,7 +253,8 @@ class _Leaves:
         )
 
     def _is_agreed(self, place: Place) -> bool:
-        return any(place[:length] in self.captured.agreed for length in range(len(place) + 1))
+        agreed = self.captured.agreed
+        return bool(agreed) and any(place[:length] in agreed for length in range(len(place) + 1))
 
     def _own_step(self, place: Place) -> int | None:
         """Which step of a place is the number of a rank, if it is in a value of this rank's own."""
@@ -278,12 +289,15 @@ def _identity(value: Any) -> tuple[Any, ...]:
         return (start, value.shape, value.strides, value.dtype)
     local = getattr(value, "_local_tensor", value)
     try:
-        storage = local.untyped_storage()._cdata  # noqa: SLF001 -- there even where there is no data
+        start = local.data_ptr()
+        if not local.numel():  # an empty part of a tensor may be tied, too
+            start = local.untyped_storage()._cdata  # noqa: SLF001 -- there even where there is no data
     except (NotImplementedError, RuntimeError):  # a tensor without storage: it is refused later
         return (id(value),)
     return (
-        storage,
-        local.storage_offset(),
+        start,
+        local.is_conj(),
+        local.is_neg(),
         value.dtype,
         value.shape,
         local.stride(),

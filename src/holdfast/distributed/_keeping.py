@@ -7,6 +7,9 @@ from typing import Final, Self
 from holdfast.catalog import Attempt
 
 _TIMES_PER_LEASE: Final = 16
+_GRACE_S: Final = 1.0
+"""How long a renewal under way is waited for: a storage may not answer at all. One that comes
+through later leaves an intent behind, until gc."""
 
 
 class Keeper:
@@ -30,8 +33,13 @@ class Keeper:
         trace: TracebackType | None,
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(_GRACE_S)
         if error is None and self._error is not None:
+            raise self._error
+
+    def check(self) -> None:
+        """Raise what is wrong with the lease, if it is known already."""
+        if self._error is not None:
             raise self._error
 
     def _keep(self) -> None:

@@ -6,44 +6,46 @@ and verified what they want; after that it is changed on all of them or on none.
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
 
 from holdfast.catalog import OpenCheckpoint
-from holdfast.catalog._committed import Found, found_of, read_committed
+from holdfast.catalog._committed import Found, find_committed, found_of, read_committed
 from holdfast.catalog._names import record_key
 from holdfast.catalog._opened import decoded
 from holdfast.catalog._reading import TensorReader
 from holdfast.contracts import ObjectInfo, Operation
+from holdfast.distributed._agree import check_same
 from holdfast.distributed._capture import parameter_names_in
+from holdfast.distributed._collecting import collecting_later
 from holdfast.distributed._fitting import fit
 from holdfast.distributed._matching import Matching
 from holdfast.distributed._options import LoadOptions
 from holdfast.distributed._progress import ProgressMeter
 from holdfast.distributed._result import CheckpointMetadata, LoadReport, likely_renames
-from holdfast.distributed._rng import RngFill
+from holdfast.distributed._rng import RNG, RngFill
+from holdfast.distributed._seeing import seen_here
 from holdfast.distributed._sharing import share_reading
 from holdfast.distributed._staging import Staging
+from holdfast.distributed._stored import has_ranks
 from holdfast.distributed._swapping import Action, undo_all
 from holdfast.distributed._tools import Tools
 from holdfast.distributed._validation import ValidationResult
-from holdfast.distributed._watch import Watch
-from holdfast.errors import CheckpointError, LoadError, ObjectNotFoundError, ValidationError
-from holdfast.format import PerRank
+from holdfast.distributed._watch import FOREVER_S, GRACE_S, Watch
+from holdfast.errors import CheckpointError, LoadError, ValidationError
 
 _log = logging.getLogger("holdfast.distributed")
 
-RNG: Final = "rng"
-"""Where in the tree the state of random number generators is."""
-
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a load has brought, beside what it has filled."""
+    """What a load has brought: the state it has ``filled``, if it was given one, and the stored
+    ``tree``, with references to leaves unless all of it was loaded."""
 
     metadata: CheckpointMetadata
     tree: Any
+    filled: Any
     report: LoadReport
     not_restored: tuple[str, ...]
     validation: ValidationResult | None
@@ -87,6 +89,7 @@ class _Loading:
         self._meter = ProgressMeter(options.progress, operation="load", rank=self._rank)
         self._applied: list[Action] = []
         self._settled = False
+        self._sent = False  # whether the way to other ranks was used
 
     def run(
         self,
@@ -97,25 +100,25 @@ class _Loading:
         *,
         rng: bool,
     ) -> Loaded:
-        with operation.phase("open"), self._meter.phase("open"):
+        with operation.phase("open"), self._meter.phase("open"), collecting_later():
+            self._check_options(operation)
             found = self._open(operation)
+            metadata = self._metadata(found)
             stored = decoded(found, found.record.tree)
         with operation.phase("validate"), self._meter.phase("validate"):
             validation = self._validate(operation, found)
-        with operation.phase("match"), self._meter.phase("match"):
+        with operation.phase("match"), self._meter.phase("match"), collecting_later():
             matching = self._matching(found, operation, target)
-            make: Callable[[Staging], Any] = lambda _: stored  # noqa: E731 -- one of two
-            if target is None:
-                make = matching.whole(stored)
-            else:
-                fit(matching, target, stored, open_at=open_at)
+            make = matching.whole(stored) if target is None else None
+            holder = [] if make else fit(matching, target, stored, open_at=open_at)
             if rng and isinstance(stored, Mapping) and RNG in stored:
                 self._match_rng(matching, stored[RNG])
             report = self._agree(operation, matching)
         with operation.phase("read"):
             staging = self._read(operation, found, matching, timeout_s)
-            actions = [action for build in matching.builds for action in build(staging)]
-            tree = make(staging)
+            with collecting_later():
+                actions = [action for build in matching.builds for action in build(staging)]
+                tree = stored if make is None else make(staging)
         with operation.phase("vote"):
             operation.barrier()
         with operation.phase("apply"), self._meter.phase("apply"):
@@ -124,8 +127,9 @@ class _Loading:
             operation.barrier()
             self._settled = True
         return Loaded(
-            metadata=self._metadata(found),
+            metadata=metadata,
             tree=tree,
+            filled=holder[0] if holder else None,
             report=report,
             not_restored=tuple(matching.not_restored),
             validation=validation,
@@ -134,39 +138,52 @@ class _Loading:
 
     def give_up(self, error: BaseException) -> None:
         """After an error: take back what was changed."""
-        self._tools.bulk.discard()
-        if self._settled or not self._applied:
+        self._tools.locate(error)
+        if self._sent:
+            self._tools.bulk.discard()
+        if self._settled:
+            error.add_note("The state of this rank is loaded all the same.")
             return
         try:
             undo_all(self._applied)
         except Exception as problem:  # noqa: BLE001 -- the error at hand is the one to raise
             error.add_note(
-                "The state could not be put back as it was, and is partly loaded: "
-                f"{type(problem).__name__}: {problem}"
+                "Not all of the state could be put back as it was: undoing it raised "
+                f"{type(problem).__name__}: {problem}. Everything else was put back."
             )
+
+    def _check_options(self, operation: Operation) -> None:
+        options = self._options
+        own = {
+            "checkpoint_prefix": self._prefix,
+            "skip_validation": options.skip_validation,
+            "resharding_strategy": options.resharding_strategy,
+            "strict": options.strict,
+        }
+        check_same(operation, own, LoadError)
 
     def _open(self, operation: Operation) -> Found:
         """The record, which rank 0 reads for all. Every rank sees that it is there for it, too: a
         root that is local to each host holds a part of everything."""
         storage = self._tools.storage
-        data = b""
-        info: ObjectInfo | None = None
+        watch = Watch(operation)
+        if operation.world_size == 1:
+            return watch.run(lambda _: find_committed(storage, self._prefix))
+        told: bytes | None = None
         if operation.rank == 0:
-            data, info = read_committed(storage, self._prefix)
-        told = operation.broadcast(
-            msgspec.json.encode(info) + b"\n" + data if info is not None else None
-        )
-        head, _, data = told.partition(b"\n")
+            data, info = watch.run(lambda _: read_committed(storage, self._prefix))
+            told = msgspec.json.encode(info) + b"\n" + data
+        head, _, data = operation.broadcast(told).partition(b"\n")
         info = msgspec.json.decode(head, type=ObjectInfo)
         if operation.rank != 0:
-            try:
-                seen = storage.stat(record_key(self._prefix))
-            except ObjectNotFoundError as error:
+            key = record_key(self._prefix)
+            seen = watch.run(lambda proceed: seen_here(storage, key, proceed))
+            if seen is None:
                 raise LoadError(
                     "this rank does not see the checkpoint that rank 0 sees: the storage is not "
                     "the same on all hosts. Use one that all ranks share",
                     path=self._path,
-                ) from error
+                )
             if seen.size_bytes != info.size_bytes:
                 raise LoadError(
                     "this rank sees another checkpoint of this name than rank 0: it was replaced "
@@ -182,7 +199,10 @@ class _Loading:
         told = b""
         if operation.rank == 0:
             checkpoint = OpenCheckpoint(self._tools.storage, found)
-            result = self._tools.validator.validate(checkpoint, world_size=operation.world_size)
+            ask = self._tools.validator.validate
+            result = Watch(operation).run(
+                lambda _: ask(checkpoint, world_size=operation.world_size)
+            )
             told = msgspec.json.encode((result.errors, result.warnings))
         errors, warnings = msgspec.json.decode(
             operation.broadcast(told), type=tuple[tuple[str, ...], tuple[str, ...]]
@@ -209,13 +229,19 @@ class _Loading:
         )
 
     def _match_rng(self, matching: Matching, stored: object) -> None:
-        if not self._options.includes(RNG):
+        if not matching.is_under(RNG):
             return
         chosen = matching.own(stored, RNG)
-        if isinstance(chosen, PerRank):
+        if has_ranks(chosen):
             return
         make = matching.whole(chosen, RNG)
-        matching.builds.append(lambda staging: [RngFill(make(staging))])
+
+        def build(staging: Staging) -> list[Action]:
+            fill = RngFill(make(staging))
+            matching.not_restored += [f"{RNG}.{name}" for name in fill.left_out]
+            return [fill]
+
+        matching.builds.append(build)
 
     def _agree(self, operation: Operation, matching: Matching) -> LoadReport:
         """One report of all ranks, and the same judgement of it on all."""
@@ -252,15 +278,19 @@ class _Loading:
         """Read and verify everything that is wanted, into memory of its own."""
         reader = TensorReader(self._tools.storage, self._prefix, found.record)
         staging = Staging(found.record.tensors, self._path)
-        boxes = [box for slot in matching.slots for box in staging.boxes_of(slot)]
-        Watch(operation).run(lambda _: reader.check_stored(boxes))
-        for slot in matching.slots:
-            staging.add(slot)
+        with collecting_later():
+            for slot in matching.slots:
+                staging.add(slot)
+            staging.allocate(Watch(operation).run(lambda _: reader.check_stored(staging.boxes())))
         strategy = self._options.resharding_strategy
         staged = [*staging.staged]
         shared = None
         if strategy == "broadcast" and operation.world_size > 1:
             shared = share_reading(operation, self._tools, staged, found.record.tensors)
+        sending = shared is not None and shared.is_sending()
+        if sending:
+            self._tools.bulk.open(timeout_s, operation=operation)
+            self._sent = True
         wants = [*shared.wants()] if shared else [want for each in staged for want in each.wants()]
         with self._meter.phase("read", staging.bytes_of(wants)):
 
@@ -269,12 +299,13 @@ class _Loading:
                     proceed()
                     self._meter.tick(nbytes)
 
-                reader.fill(wants, tick=tick, whole_boxes=strategy == "simple")
-                if shared is not None and shared.is_sending():
-                    self._tools.bulk.open(timeout_s)
+                reader.fill(wants, tick=tick, checked=True, whole_boxes=strategy == "simple")
+                if shared is not None and sending:
                     shared.exchange(self._tools.bulk.course(proceed))
 
-            Watch(operation).run(work)
+            # What is read straight into the state must not arrive after the load has failed.
+            is_direct = any(slot.direct is not None for slot in matching.slots)
+            Watch(operation, grace_s=FOREVER_S if is_direct else GRACE_S).run(work)
         return staging
 
     def _apply(self, actions: list[Action]) -> None:
@@ -286,8 +317,8 @@ class _Loading:
                 raise
             except Exception as error:
                 raise LoadError(
-                    f"the state refused what was loaded ({type(error).__name__}: {error}); "
-                    "everything was put back as it was",
+                    f"the state refused what was loaded ({type(error).__name__}: {error}); it is "
+                    "put back as it was",
                     path=self._path,
                 ) from error
 

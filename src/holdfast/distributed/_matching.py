@@ -3,7 +3,7 @@ and what does not fit. Reads no tensor and changes nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -65,13 +65,17 @@ class Matching:
         staged."""
         own = self.own(stored, place, quiet=True)
         slots: dict[int, Slot] = {}
-        for at, ref in refs_in(own, place):
-            if self.is_included(at):
-                like = Like(device=self.device or CPU)
+        like = Like(device=self.device or CPU)
+        everything = bool(place) and self.is_under(place)
+        for steps, ref in refs_in(own):
+            at = join(place, ".".join(map(str, steps))) if steps else place
+            if everything or self.is_included(at):
                 slots[id(ref)] = self.add(Slot(place=at, ref=ref, like=like))
         return lambda staging: replaced(own, slots, staging)
 
-    def slot(self, live: torch.Tensor, ref: LeafRef, place: str) -> Slot | None:
+    def slot(
+        self, live: torch.Tensor, ref: LeafRef, place: str, *, may_be_direct: bool = True
+    ) -> Slot | None:
         """A slot for a live tensor, unless what is stored does not fit it."""
         stored = self.tensors[ref.name]
         if not self.is_shape(place, stored.shape, tuple(live.shape)):
@@ -85,21 +89,24 @@ class Matching:
                     wanted=str(live.dtype).removeprefix("torch."),
                 )
             )
-        local = local_of(live)
-        is_direct = (
-            self.options.in_place
-            and dtype == live.dtype
-            and local.device == CPU
-            and local.is_contiguous()
-        )
-        return self.add(
-            Slot(
-                place=place,
-                ref=LeafRef(kind="tensor", name=ref.name),
-                like=Like.of(live),
-                direct=local if is_direct else None,
-            )
-        )
+        direct = None
+        if self.options.in_place and may_be_direct and dtype == live.dtype:
+            local = local_of(live)
+            direct = local if local.device == CPU and local.is_contiguous() else None
+        if ref.kind != "tensor":
+            ref = LeafRef(kind="tensor", name=ref.name)
+        like = Like.of(live)
+        if live.is_meta:
+            like = replace(like, device=self.device or CPU)
+        return self.add(Slot(place=place, ref=ref, like=like, direct=direct, is_kept=live.is_meta))
+
+    def _like(self, live: torch.Tensor) -> Like:
+        """How a live tensor lies, or will once it is no longer on the meta device."""
+        like = Like.of(live)
+        if like.device.type != "meta":
+            return like
+        kind = CPU if like.mesh is None else torch.device(like.mesh.device_type)
+        return replace(like, device=self.device or kind)
 
     def add(self, slot: Slot) -> Slot:
         self.slots.append(slot)
@@ -143,6 +150,8 @@ class Matching:
             self.stored_shapes[place] = self.shape_of(stored.name)
 
     def is_included(self, place: str) -> bool:
+        if self.options.include is None:
+            return True
         self._fitted.update(self.options.fitting(place))
         return self.options.includes(place)
 

@@ -22,14 +22,24 @@ _WRAPPERS: Final[Mapping[tuple[str, str], str]] = {
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "ActivationWrapper",
     ): "_checkpoint_wrapped_module",
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-    ): "_fsdp_wrapped_module",
     ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
 }
 """Classes that only wrap a module, by name so that none has to be imported, and where it is."""
+
+_FSDP1: Final = (
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "FullyShardedDataParallel",
+)
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether parameters are in flat pieces that only FSDP1 can put together."""
+    return any(
+        (kind.__module__, kind.__name__) == _FSDP1
+        for inner in module.modules()
+        for kind in type(inner).__mro__
+    )
 
 
 def _wrapped(module: nn.Module) -> str | None:

@@ -18,6 +18,7 @@ from holdfast.distributed._module_walk import (
     Position,
     clean_name,
     has_own_loading,
+    is_fsdp1,
     persistent_buffers,
     position_of,
     storage_of,
@@ -47,29 +48,38 @@ class ModuleState:
     buffers: frozenset[str]
 
 
-def module_state(module: nn.Module, *, loading: bool = False) -> ModuleState:
+def module_state(module: nn.Module, *, loading: bool = False, place: str = "") -> ModuleState:
     """The state of ``module``. Nothing is copied; wrappers such as DistributedDataParallel and
     torch.compile's leave no trace in the names, at any depth.
 
     Raises ``SaveError`` (``LoadError`` if ``loading``) for parameters that are not initialised yet
-    and for two keys with one name. Tensors on the meta device are refused unless ``loading``.
+    and for two keys with one name; these say that the module is at ``place`` of the state. Tensors
+    on the meta device are refused unless ``loading``.
     """
     failed: type[CheckpointError] = LoadError if loading else SaveError
+    after = "Nothing was changed" if loading else "Nothing was saved"
+    at = f"{place}." if place else ""
+    if is_fsdp1(module):
+        raise failed(
+            f"the module {place} uses FullyShardedDataParallel, whose parameters are pieces that "
+            "only it can put together; use FSDP2 instead (torch.distributed.fsdp.fully_shard). "
+            f"{after}"
+        )
     values: dict[str, object] = {}
     keys: dict[str, str] = {}
     for key, value in module.state_dict().items():
         name = clean_name(module, key)
         if name in keys:
             raise failed(
-                f"the module has two values called {name!r} once wrappers' prefixes are dropped: "
-                f"{keys[name]!r} and {key!r}; rename one of them"
+                f"the module {place} has two values called {name!r} once wrappers' prefixes are "
+                f"dropped: {keys[name]!r} and {key!r}; rename one of them. {after}"
             )
         if is_lazy(value):
-            raise failed(f"{name} is not initialised yet: run a forward pass first")
+            raise failed(f"{at}{name} is not initialised yet: run a forward pass first. {after}")
         if not loading and isinstance(value, torch.Tensor) and value.is_meta:
             raise failed(
-                f"{name} is on the meta device and has no values to save: load or initialise the "
-                "module first"
+                f"{at}{name} is on the meta device and has no values to save: load or initialise "
+                f"the module first. {after}"
             )
         values[name] = value
         keys[name] = key
@@ -106,7 +116,8 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
 class ModuleFill:
     """An ``Action`` that gives a module new values for some or all of its names.
 
-    ``new`` maps clean names to staged tensors, laid out as the live ones, and to extra states.
+    ``new`` maps clean names to staged tensors, laid out as the live ones or just this rank's part
+    of those, and to extra states.
     Values go into the live tensors, cast to their dtype: parameters stay the same objects, tied
     ones tied. What was there moves into the staged tensors, so these must not be used afterwards.
     Parameters and buffers on the meta device become real ones on ``device`` (``None``: where the
@@ -135,7 +146,7 @@ class ModuleFill:
         self._given: dict[str, object] = {}
         self._bound: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._old: dict[str, object] = {}
-        live = self._live_values(state)
+        live = live_values(state)
         self._computed = {key: name for name, key in state.keys.items() if name not in live}
         made: dict[Position, torch.Tensor] = {}
         for name, value in new.items():
@@ -186,17 +197,6 @@ class ModuleFill:
                 held.clear()
                 held.update(before)
             undo_all(self._fills)
-
-    def _live_values(self, state: ModuleState) -> dict[str, torch.Tensor]:
-        """Those values that are memory of a parameter or buffer, and so can be filled."""
-        storages = {storage_of(tensor) for tensor in self._live.values()} - {None}
-        return {
-            name: value
-            for name, value in state.values.items()
-            if isinstance(value, torch.Tensor)
-            and not _is_extra_state(name)
-            and storage_of(value) in storages
-        }
 
     def _made(self, name: str, meta: torch.Tensor, value: object) -> torch.Tensor:
         """The parameter or buffer that takes the place of one on the meta device."""
@@ -256,12 +256,24 @@ class ModuleFill:
         return self._module.load_state_dict(now, strict=False)
 
 
+def live_values(state: ModuleState) -> dict[str, torch.Tensor]:
+    """Those values that are memory of a parameter or buffer, and so can be filled."""
+    storages = {storage_of(tensor) for tensor in tensors_of(state.module)} - {None}
+    return {
+        name: value
+        for name, value in state.values.items()
+        if isinstance(value, torch.Tensor)
+        and not _is_extra_state(name)
+        and storage_of(value) in storages
+    }
+
+
 def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def _filling(name: str, live: torch.Tensor, value: object) -> Action:
-    if not isinstance(value, torch.Tensor) or value.shape != live.shape:
+    if not isinstance(value, torch.Tensor) or local_of(value).shape != local_of(live).shape:
         raise _misfit(name, live, value)
     try:
         return replacing(local_of(live), local_of(value))

@@ -77,6 +77,11 @@ class OptimizerTarget:
         for path, ref, like in self._likes(stored, shape_of):
             yield path, ref, like if ref.kind == "tensor" else Like(device=_CPU)
 
+    def shape_like(self, path: ValuePath) -> tuple[int, ...] | None:
+        """The shape of the parameter whose state a place is in; ``None`` if it is in none."""
+        parameter = self.parameters.get(str(path[1])) if path[0] == STATE else None
+        return None if parameter is None else tuple(parameter.shape)
+
     def problems(self, stored: object) -> tuple[list[str], list[str], list[str]]:
         """What keeps the saved state from being loaded as it is: places that are missing in it,
         places that the optimizer does not expect, and further reasons in words."""

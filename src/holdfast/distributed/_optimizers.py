@@ -4,7 +4,7 @@ Knows torch's optimizers; knows no checkpoint and no other rank.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, final
 
 import torch
@@ -25,7 +25,7 @@ from holdfast.distributed._swapping import Action, Fill, strided_as, undo_all
 from holdfast.distributed._tensors import Like, local_of, wrap
 from holdfast.errors import LoadError
 
-__all__ = ["OptimizerFill", "OptimizerTarget", "optimizer_state"]
+__all__ = ["OptimizerFill", "OptimizerTarget", "optimizer_state", "without_state"]
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, object]:
@@ -38,6 +38,14 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
     what it adds is kept. Raises ``SaveError`` for two parameters with one name.
     """
     return read_optimizer(optimizer, names).plain()
+
+
+def without_state(stored: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """A saved state without that of some parameters."""
+    if not names:
+        return stored
+    held = {name: value for name, value in stored[STATE].items() if name not in names}
+    return {**stored, STATE: held}
 
 
 @final

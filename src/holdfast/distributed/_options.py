@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar, get_args
 
 from holdfast import _checks
-from holdfast.catalog._catalog import _metrics, _step
+from holdfast.catalog._catalog import checked_metrics, checked_step
 from holdfast.catalog._names import check_prefix
 from holdfast.contracts import Storage
 from holdfast.distributed._progress import ProgressCallback
@@ -90,9 +90,9 @@ class SaveOptions:
                 "compressed; use MULTI_SHARD or compression_level=NONE"
             )
         _set(self, "custom_metadata", _custom(self.custom_metadata))
-        _set(self, "metrics", _Frozen(_metrics(self.metrics)))
+        _set(self, "metrics", _Frozen(checked_metrics(self.metrics)))
         if self.step is not None:
-            _set(self, "step", _step(self.step))
+            _set(self, "step", checked_step(self.step))
         if self.replicas_from is not None:
             _checks.count("replicas_from", self.replicas_from, least=0)
 
@@ -101,7 +101,7 @@ class SaveOptions:
 class LoadOptions:
     """How to load. The same on every rank, but for ``progress``.
 
-    ``checkpoint_prefix``: which; ``None`` is the newest.
+    ``checkpoint_prefix``: which. It must be given.
     ``include``: load only the places that fit one of these patterns (``"model.*"``).
     ``strict``: whatever is missing, unexpected or of another shape or dtype refuses the load;
     without it, what fits is loaded and the result says what did not.
@@ -159,7 +159,8 @@ class LoadOptions:
 class CheckpointOptions:
     """What a checkpointer is made of.
 
-    ``storage``: one, or its URL, path or options. ``retry_policy`` is for what may pass.
+    ``storage``: one, or its URL, path or options. ``retry_policy`` is for what may pass: any
+    request to a storage that is opened here, and the writing of a file to one that is given.
     ``integrity_checkers`` and ``compatibility_checkers`` are asked before every load.
     ``default_timeout_s``: how long ranks wait for each other unless a call says otherwise.
     """

@@ -13,6 +13,9 @@ import torch
 
 from holdfast.errors import LoadError
 
+RNG: Final = "rng"
+"""Where in a tree the state of random number generators is."""
+
 _PYTHON: Final = "python"
 _NUMPY: Final = "numpy"
 _TORCH: Final = "torch"

@@ -6,11 +6,9 @@ will commit it; the rest is left to gc.
 """
 
 import contextlib
-import datetime as dt
 import logging
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
@@ -18,53 +16,48 @@ import torch
 from holdfast.catalog import Attempt
 from holdfast.catalog._attempt import written_in
 from holdfast.catalog._delete import delete_replaced
-from holdfast.catalog._model_index import check_index, settle_index, write_index
-from holdfast.catalog._names import intent_name
-from holdfast.catalog._writing import Facts, check_record_size, record_of
+from holdfast.catalog._model_index import settle_index, write_index
+from holdfast.catalog._writing import check_record_size, record_of
 from holdfast.contracts import Operation
-from holdfast.distributed._agree import find_differing, merge_trees, mismatch, share_lists
-from holdfast.distributed._arranging import Arrangement, arrange
-from holdfast.distributed._capture import Captured, Place, capture
-from holdfast.distributed._flat import Flat, Held, Naming, flatten, list_leaves
+from holdfast.distributed._announcing import announce, look_for
 from holdfast.distributed._keeping import Keeper
-from holdfast.distributed._options import CheckpointFormat, SaveOptions
+from holdfast.distributed._options import CheckpointFormat
+from holdfast.distributed._preparing import Prepared, Preparing, Request
 from holdfast.distributed._progress import ProgressMeter
-from holdfast.distributed._summary import OwnLeaf, Summary, files_of, tensors_of, whole_tensor
+from holdfast.distributed._summary import Summary, files_of, tensors_of, whole_tensor
 from holdfast.distributed._tools import Tools
-from holdfast.distributed._watch import Watch
+from holdfast.distributed._watch import Watch, finish_within
 from holdfast.distributed._writing import RankWriter
-from holdfast.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    NoSpaceError,
-    ObjectNotFoundError,
-    SaveError,
-)
-from holdfast.format import CommitRecord, CompressionLevel, encode_value
+from holdfast.errors import CheckpointError, NoSpaceError, SaveError
+from holdfast.format import CommitRecord, CompressionLevel
 
 _log = logging.getLogger("holdfast.distributed")
 
 _COMMITTER: Final = 0
-_SEEN_WITHIN_S: Final = 5.0
-"""How long a rank looks for what rank 0 wrote: network filesystems remember for a while that
-something was not there."""
+_BEFORE_COMMIT: Final = frozenset({"capture", "begin", "write"})
+"""Phases in which a rank has not given its word. Not "agree": every operation ends with one."""
 
-_PAUSE_S: Final = 0.1
+_COMMIT_GRACE_S: Final = 5.0
+"""How long a commit under way may take to end once the save has failed: then it is known whether
+there is a checkpoint."""
+
+_TIDY_S: Final = 60.0
+"""How long tidying up after a commit may take before ``save`` returns without it."""
+
+_CLEAN_S: Final = 3.0
+"""How long what a failed save wrote is being removed before the error is raised."""
 
 
-def save_state(
-    tools: Tools, state: object, options: SaveOptions, *, model: Place | None, timeout_s: float
-) -> str:
-    """Save a tree of values, tensors and statefuls, and return its prefix. ``model`` is the place
-    of the module that a consolidated checkpoint is about. All ranks call this."""
-    saving = _Saving(tools, state, options, model)
+def save_state(tools: Tools, request: Request, *, timeout_s: float) -> str:
+    """Save a tree of values, tensors and statefuls, and return its prefix. All ranks call this."""
+    saving = _Saving(tools, request)
     try:
         with tools.coordinator.operation("save", timeout_s) as operation:
             saving.run(operation, timeout_s)
+        saving.tidy()
     except BaseException as error:
         saving.give_up(error)
         raise
-    saving.tidy()
     return saving.prefix
 
 
@@ -76,251 +69,111 @@ class _Begun(msgspec.Struct, frozen=True):
 class _Saving:
     """What is known of one save as it goes on."""
 
-    def __init__(
-        self, tools: Tools, state: object, options: SaveOptions, model: Place | None
-    ) -> None:
+    def __init__(self, tools: Tools, request: Request) -> None:
         self._tools = tools
-        self._state = state
-        self._options = options
-        self._model = model if options.format is CheckpointFormat.CONSOLIDATED else None
+        self._request = request
+        self._options = request.options
         self._rank = tools.coordinator.rank
-        self._meter = ProgressMeter(options.progress, operation="save", rank=self._rank)
+        self._meter = ProgressMeter(self._options.progress, operation="save", rank=self._rank)
+        self._keeper: Keeper | None = None
         self._attempt: Attempt | None = None
         self._begun: _Begun | None = None
         self._told = False  # whether the committer may have all that it needs to commit
+        self._committing = False  # whether a commit was left running
         self._committed = False
+        self._sent = False  # whether the way to other ranks was used
 
     @property
     def prefix(self) -> str:
         return "" if self._begun is None else self._begun.prefix
 
     def run(self, operation: Operation, timeout_s: float) -> None:
+        preparing = Preparing(self._tools, self._request, self._rank)
         with operation.phase("capture"), self._meter.phase("capture"):
-            facts = self._facts()
-            captured = capture(self._state)
-            flat = flatten(captured, self._naming())
-            self._check_options(operation)
+            facts, captured, flat = preparing.capture()
         with operation.phase("agree"), self._meter.phase("agree"):
-            flat = self._settle_replicas(operation, captured, flat)
-            arrangement = self._arrange(operation, flat)
-            tree = merge_trees(operation, flat)
-        with operation.phase("begin"), self._meter.phase("begin"):
-            self._begin(operation, arrangement, flat, tree, facts)
+            prepared = preparing.agree(operation, facts, captured, flat)
         with contextlib.ExitStack() as stack:
-            if self._attempt is not None:
-                stack.enter_context(Keeper(self._attempt))
+            with operation.phase("begin"), self._meter.phase("begin"):
+                self._begin(operation, prepared, stack)
             with operation.phase("write"):
-                summary = self._write(operation, arrangement, flat, timeout_s)
-            with operation.phase("commit"), self._meter.phase("commit"):
+                summary = self._write(operation, prepared, timeout_s)
+            with operation.phase("commit"):
                 self._told = True
                 told = operation.gather(summary.encode(), target=_COMMITTER)
-        with operation.phase("commit"):
+        with operation.phase("commit"), self._meter.phase("commit"):
             if told is not None:
                 summaries = [Summary.decode(each) for each in told]
-                self._commit(self._record(facts, tree, arrangement, summaries))
-                self._committed = True
+                self._commit(operation, self._record(prepared, summaries))
             operation.broadcast(b"committed", source=_COMMITTER)
             self._committed = True
 
     def tidy(self) -> None:
         """After the commit, and not part of it: nothing here can make the save fail."""
-        attempt = self._attempt
-        if attempt is None:
-            return
         try:
-            if attempt.replaces is not None:
-                settle_index(self._tools.storage, self.prefix)
-                delete_replaced(self._tools.storage, attempt.replaces)
-        except CheckpointError as error:
+            if self._attempt is not None and not finish_within(_TIDY_S, self._tidy):
+                _log.warning("%s is saved; tidying up goes on in the background", self.prefix)
+        except Exception as error:  # noqa: BLE001 -- the checkpoint is there
             _log.warning("%s is saved, but not all is tidy: %s", self.prefix, error)
+
+    def _tidy(self) -> None:
+        storage, attempt = self._tools.storage, self._attempt
+        if self._options.format is CheckpointFormat.CONSOLIDATED:
+            settle_index(storage, self.prefix)
+        if attempt is not None and attempt.replaces is not None:
+            delete_replaced(storage, attempt.replaces)
 
     def give_up(self, error: BaseException) -> None:
         """After an error: remove what nobody will commit, and say what is known."""
-        self._tools.bulk.discard()
+        self._tools.locate(error)
+        if self._sent:
+            self._tools.bulk.discard()
         if self._committed:
             _say(error, f"{self.prefix} is committed and whole all the same.")
-        elif self._attempt is not None:
-            self._abort(self._attempt, error)
+        elif self._attempt is not None and not self._committing:
+            self._clean_up(error, self._attempt.abort)
         elif self._begun is not None and not self._told:
-            self._remove_own(self._begun, error)
-        elif self._begun is not None and _is_of_committer(error):
+            self._clean_up(error, self._remove_written)
+        elif self._begun is not None and not _rules_out_commit(error):
             _say(
                 error,
                 f"Whether {self.prefix} is committed is unknown: list the checkpoints to see. "
                 "What was saved before is intact; gc removes what is left if it is not.",
             )
 
-    def _facts(self) -> Facts:
-        return Facts(
-            step=self._options.step,
-            metrics=dict(self._options.metrics),
-            custom=encode_value(dict(self._options.custom_metadata), root="custom_metadata"),
-        )
-
-    def _naming(self, differing: frozenset[str] = frozenset()) -> Naming:
-        return Naming(rank=self._rank, model=self._model, differing=differing)
-
-    def _check_options(self, operation: Operation) -> None:
-        """All ranks must want the same: they go through the same steps."""
-        options = self._options
-        own = {
-            "checkpoint_prefix": options.checkpoint_prefix,
-            "format": options.format.value,
-            "compression_level": options.compression_level.value,
-            "check_replicas": options.check_replicas,
-            "replicas_from": options.replicas_from,
-        }
-        if options.replicas_from is not None and options.replicas_from >= operation.world_size:
-            raise ValueError(
-                f"replicas_from must be one of the {operation.world_size} ranks, not "
-                f"{options.replicas_from}"
-            )
-        first = msgspec.json.decode(operation.broadcast(msgspec.json.encode(own)))
-        for name, value in own.items():
-            if first[name] != value:
-                raise SaveError(
-                    f"{name} is {value!r} on rank {self._rank} and {first[name]!r} on rank 0; "
-                    "give every rank the same options. Nothing was saved"
-                )
-
-    def _settle_replicas(self, operation: Operation, captured: Captured, flat: Flat) -> Flat:
-        """Compare what ranks hold several times; what may differ becomes each rank's own."""
-        if operation.world_size == 1:
-            return flat
-        everything = self._options.check_replicas
-        differing = find_differing(
-            operation, flat.shared.values(), everything=everything, place_of=_place_of
-        )
-        if not differing:
-            return flat
-        wrong = {name: ranks for name, ranks in differing.items() if flat.is_agreed(name)}
-        chosen = self._options.replicas_from
-        if wrong and chosen is None:
-            raise mismatch(wrong, buffers=not everything)
-        if differing.keys() > wrong.keys():
-            own = frozenset(differing.keys() - wrong.keys())
-            flat = flatten(captured, self._naming(own))
-        if wrong and chosen != self._rank:
-            _log.warning("of %s the copy of rank %s is saved", ", ".join(wrong), chosen)
-            flat = flat.without(wrong)
-        return flat
-
-    def _arrange(self, operation: Operation, flat: Flat) -> Arrangement:
-        options = self._options
-        own: list[list[OwnLeaf]] = []
-        if options.format is CheckpointFormat.SINGLE_FILE:
-            mine = [
-                OwnLeaf(name=held.name, dtype=held.dtype.code, shape=held.shape, file=0)
-                for held in flat.own.values()
-            ]
-            own = [
-                msgspec.json.decode(each, type=list[OwnLeaf])
-                for each in operation.all_gather(msgspec.json.encode(mine))
-            ]
-        try:
-            groups = share_lists(
-                operation, list_leaves(flat.shared.values(), self._tools.rank_of())
-            )
-            key = (options.format, *((group.ranks, group.leaves.digest()) for group in groups))
-            key = (*key, tuple(tuple(each) for each in own))
-            found: Arrangement = self._tools.plans.get(
-                key,
-                lambda: arrange(
-                    groups,
-                    options.format,
-                    model=flat.model,
-                    own=own,
-                    world_size=operation.world_size,
-                ),
-            )
-        except ValueError as error:
-            raise SaveError(
-                f"the ranks do not hold parts of one state: {error}; nothing was saved"
-            ) from error
-        return found
-
-    def _begin(
-        self,
-        operation: Operation,
-        arrangement: Arrangement,
-        flat: Flat,
-        tree: object,
-        facts: Facts,
-    ) -> None:
-        storage = self._tools.storage
+    def _begin(self, operation: Operation, prepared: Prepared, stack: contextlib.ExitStack) -> None:
+        storage, facts = self._tools.storage, prepared.facts
         if self._rank == _COMMITTER:
-            check_record_size(tree, facts.custom, storage, self._options.checkpoint_prefix or "")
-            self._attempt = self._announce()
-            intent = self._attempt.intent
-            self._begun = _Begun(prefix=intent.prefix, attempt=intent.attempt)
+            prefix = self._options.checkpoint_prefix or ""
+            check_record_size(prepared.tree, facts.custom, storage, prefix)
+            self._keeper = stack.enter_context(
+                Keeper(Watch(operation).run(lambda _: self._announce()))
+            )
         told = operation.broadcast(
             None if self._begun is None else msgspec.json.encode(self._begun), source=_COMMITTER
         )
-        self._begun = msgspec.json.decode(told, type=_Begun)
+        begun = self._begun = msgspec.json.decode(told, type=_Begun)
         if self._rank != _COMMITTER:
-            self._look_for_intent(self._begun)
-        needed = sum(
-            int(each)
-            for each in operation.all_gather(
-                str(self._writer(arrangement, flat).total_bytes()).encode()
+            Watch(operation).run(
+                lambda proceed: look_for(storage, begun.prefix, begun.attempt, proceed)
             )
-        )
+        own_bytes = self._writer(prepared).total_bytes()
+        needed = sum(map(int, operation.all_gather(str(own_bytes).encode())))
         if self._rank == _COMMITTER and self._options.compression_level is CompressionLevel.NONE:
-            free = storage.free_bytes()
+            free = Watch(operation).run(lambda _: storage.free_bytes())
             if free is not None and needed > free:
                 raise NoSpaceError(
                     f"the checkpoint needs {needed:,} bytes and there are {free:,} free; nothing "
-                    "was written. Delete older checkpoints, or save to another place",
+                    "was saved. Delete older checkpoints, or save to another place",
                     path=f"{storage.url}/{self.prefix}",
                 )
 
     def _announce(self) -> Attempt:
-        options, catalog = self._options, self._tools.catalog
-        if options.checkpoint_prefix is not None:
-            attempt = catalog.begin(options.checkpoint_prefix, overwrite=options.overwrite)
-        else:
-            attempt = self._announce_new()
-        if options.format is CheckpointFormat.CONSOLIDATED:
-            try:
-                check_index(catalog.storage, attempt.intent.prefix)
-            except BaseException:
-                attempt.abort()
-                raise
+        attempt = self._attempt = announce(self._tools.catalog, self._options)
+        self._begun = _Begun(prefix=attempt.intent.prefix, attempt=attempt.intent.attempt)
         return attempt
 
-    def _announce_new(self) -> Attempt:
-        """Begin under a name that is made here, and that nobody uses."""
-        catalog = self._tools.catalog
-        made = f"checkpoint_{dt.datetime.now(dt.UTC):%Y%m%d_%H%M%S}"
-        number = 1
-        while True:
-            prefix = made if number == 1 else f"{made}-{number}"
-            number += 1
-            if next(catalog.storage.list(f"{prefix}/"), None) is not None:
-                continue
-            with contextlib.suppress(CheckpointExistsError):
-                return catalog.begin(prefix)
-
-    def _look_for_intent(self, begun: _Begun) -> None:
-        """See what rank 0 wrote: a root that is local to each host holds a part of everything."""
-        storage = self._tools.storage
-        until = time.monotonic() + _SEEN_WITHIN_S
-        while True:
-            try:
-                storage.stat(f"{begun.prefix}/{intent_name(begun.attempt)}")
-            except ObjectNotFoundError as error:
-                if time.monotonic() >= until:
-                    raise SaveError(
-                        "this rank does not see what rank 0 wrote here: the storage is not the "
-                        "same on all hosts, and what was saved could not be loaded. Use one that "
-                        "all ranks share. Nothing was saved",
-                        path=f"{storage.url}/{begun.prefix}",
-                    ) from error
-                time.sleep(_PAUSE_S)
-            else:
-                return
-
-    def _writer(self, arrangement: Arrangement, flat: Flat) -> RankWriter:
+    def _writer(self, prepared: Prepared) -> RankWriter:
         begun = self._begun or _Begun(prefix="", attempt="")
         return RankWriter(
             storage=self._tools.storage,
@@ -329,14 +182,16 @@ class _Saving:
             rank=self._rank,
             form=self._options.format,
             level=self._options.compression_level,
-            flat=flat,
-            arrangement=arrangement,
+            flat=prepared.flat,
+            arrangement=prepared.arrangement,
         )
 
-    def _write(
-        self, operation: Operation, arrangement: Arrangement, flat: Flat, timeout_s: float
-    ) -> Summary:
-        writer = self._writer(arrangement, flat)
+    def _write(self, operation: Operation, prepared: Prepared, timeout_s: float) -> Summary:
+        writer = self._writer(prepared)
+        sending = prepared.arrangement.is_sending()
+        if sending:
+            self._tools.bulk.open(timeout_s, operation=operation)
+            self._sent = True
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what the training has queued is part of the state
         with self._meter.phase("write", writer.total_bytes()):
@@ -344,78 +199,77 @@ class _Saving:
             def work(proceed: Callable[[], None]) -> Summary:
                 def tick(nbytes: int) -> None:
                     proceed()
+                    if self._keeper is not None:
+                        self._keeper.check()
                     self._meter.tick(nbytes)
 
-                course = None
-                if arrangement.is_sending():
-                    self._tools.bulk.open(timeout_s)
-                    course = self._tools.bulk.course(proceed)
+                course = self._tools.bulk.course(proceed) if sending else None
                 return writer.write(
                     tick=tick, retry=self._tools.handler.execute_with_retry, course=course
                 )
 
             return Watch(operation).run(work)
 
-    def _record(
-        self,
-        facts: Facts,
-        tree: object,
-        arrangement: Arrangement,
-        summaries: Sequence[Summary],
-    ) -> CommitRecord:
+    def _record(self, prepared: Prepared, summaries: Sequence[Summary]) -> CommitRecord:
         tensors = {
             step.leaf.name: whole_tensor(step.leaf.dtype, step.leaf.shape, step.file)
-            for step in arrangement.steps
+            for step in prepared.arrangement.steps
         }
-        tensors |= tensors_of(arrangement.rest, summaries)
+        tensors |= tensors_of(prepared.arrangement.rest, summaries)
         attempt = self._attempt
         assert attempt is not None  # noqa: S101 -- only the committer makes records
         return record_of(
             attempt,
-            facts,
-            tree=tree,
+            prepared.facts,
+            tree=prepared.tree,
             files=files_of(summaries),
             tensors=tensors,
             world_size=len(summaries),
             shard_format=self._options.format.value,
         )
 
-    def _commit(self, record: CommitRecord) -> None:
+    def _commit(self, operation: Operation, record: CommitRecord) -> None:
+        watch = Watch(operation, grace_s=_COMMIT_GRACE_S)
+        try:
+            watch.run(lambda _: self._publish(record))
+        finally:
+            self._committing = watch.left_running
+
+    def _publish(self, record: CommitRecord) -> None:
         attempt, storage = self._attempt, self._tools.storage
         assert attempt is not None  # noqa: S101 -- only the committer commits
         if attempt.replaces is None and record.shard_format == CheckpointFormat.CONSOLIDATED.value:
             write_index(storage, self.prefix, record)
         self._tools.catalog.commit(attempt, record)
+        self._committed = True
 
-    def _abort(self, attempt: Attempt, error: BaseException) -> None:
+    def _clean_up(self, error: BaseException, work: Callable[[], None]) -> None:
+        """Remove what was written, if the storage lets it be removed in time."""
+        problem = f"it took longer than {_CLEAN_S:g} s"
         try:
-            attempt.abort()
-        except CheckpointError as problem:
-            error.add_note(f"What the save had written could not be removed: {problem}")
+            if finish_within(_CLEAN_S, work):
+                return
+        except CheckpointError as found:
+            problem = str(found)
+        error.add_note(
+            f"What the save had written could not be removed: {problem}. gc removes what is left."
+        )
 
-    def _remove_own(self, begun: _Begun, error: BaseException) -> None:
+    def _remove_written(self) -> None:
         """Without this rank's word nobody commits, so the files of all ranks are nobody's."""
-        storage = self._tools.storage
-        try:
-            for key in written_in(storage, begun.prefix, begun.attempt):
-                storage.delete(key)
-        except CheckpointError as problem:
-            error.add_note(f"What this rank had written could not be removed: {problem}")
+        storage, begun = self._tools.storage, self._begun
+        assert begun is not None  # noqa: S101 -- there are files once there is an attempt
+        for key in written_in(storage, begun.prefix, begun.attempt):
+            storage.delete(key)
 
 
-def _place_of(held: Held) -> str:
-    """Ranks with the same place hold the same part of a leaf."""
-    if held.like is None or held.like.mesh is None:
-        return ""
-    return str(held.like.shard_coordinate())
-
-
-def _is_of_committer(error: BaseException) -> bool:
-    """Whether an error is about rank 0 having fallen silent, died or left, or about time."""
-    ranks: Any = getattr(error, "ranks", None)
-    return isinstance(error, TimeoutError | KeyboardInterrupt) or bool(
-        ranks and _COMMITTER in ranks
-    )
+def _rules_out_commit(error: BaseException) -> bool:
+    """Whether an error tells a rank that has given its word that there will be no commit: the rank
+    where it began had not given its own, or it is rank 0, which knows what came of it."""
+    if not isinstance(error, CheckpointError):
+        return False
+    refused = isinstance(error, SaveError) and error.rank == _COMMITTER
+    return refused or error.phase in _BEFORE_COMMIT
 
 
 def _say(error: BaseException, sentence: str) -> None:

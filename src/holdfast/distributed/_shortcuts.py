@@ -7,24 +7,26 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from holdfast.distributed._capture import Place, RankOwn
+from holdfast.distributed._capture import Place
 from holdfast.distributed._checkpoint import MODEL, DistributedCheckpoint
-from holdfast.distributed._load import RNG
 from holdfast.distributed._options import CheckpointFormat, LoadOptions, SaveOptions
-from holdfast.distributed._rng import capture_rng
+from holdfast.distributed._preparing import Request
+from holdfast.distributed._rng import RNG
 
 _ALONE: Final = "state"
 
 
 def save_tree(checkpointer: DistributedCheckpoint, state: object, options: SaveOptions) -> str:
     """All ranks call this."""
-    if options.include_rng_state:
-        if type(state) is not dict or RNG in state:
-            raise ValueError(
-                f"include_rng_state needs a state that is a dict without a key {RNG!r}"
-            )
-        state = {**state, RNG: RankOwn(capture_rng())}
-    return checkpointer._save(state, options, _model_place(state, options))  # noqa: SLF001
+    if options.include_rng_state and (type(state) is not dict or RNG in state):
+        raise ValueError(f"include_rng_state needs a state that is a dict without a key {RNG!r}")
+    request = Request(
+        state=state,
+        options=options,
+        model=_model_place(state, options),
+        rng=options.include_rng_state,
+    )
+    return checkpointer._save(request)  # noqa: SLF001 -- the same engine, for a state as it is
 
 
 def load_tree(
@@ -39,8 +41,7 @@ def load_tree(
     if into is None:
         return checkpointer._load(None, options, prefix, device=device).tree  # noqa: SLF001
     rng = options.load_rng_state and type(into) is dict and RNG not in into
-    checkpointer._load(into, options, prefix, device=device, rng=rng)  # noqa: SLF001
-    return into
+    return checkpointer._load(into, options, prefix, device=device, rng=rng).filled  # noqa: SLF001
 
 
 def _model_place(state: object, options: SaveOptions) -> Place | None:

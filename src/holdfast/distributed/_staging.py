@@ -4,60 +4,76 @@ One array for each leaf and way it is to lie on this rank, however many places i
 the record's tensors and memory; reads nothing itself.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from holdfast.catalog._reading import Want
 from holdfast.catalog._shard_write import as_bytes
-from holdfast.distributed._tensors import Like, Unstorable, empty_local, memory_of, wrap
+from holdfast.distributed._tensors import Like, Unstorable, empty_at, known_dtype, memory_of, wrap
 from holdfast.errors import LoadError
 from holdfast.format import LeafRef, StoredTensor, dtype_of, numpy_dtype
 from holdfast.reshard import Box, Part
+
+_SHORT_BYTES: Final = 64 * 1024
+"""Up to how many bytes arrays are allocated together."""
+
+_NOTHING: Final = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slot:
     """A leaf that is wanted at a place, laid out as ``like``. ``direct`` is memory of the state
-    itself that may be read into, if the caller gives up on all or nothing."""
+    itself that may be read into, if the caller gives up on all or nothing. ``is_kept`` if what is
+    read becomes a tensor of the state."""
 
     place: str
     ref: LeafRef
     like: Like
     direct: torch.Tensor | None = None
+    is_kept: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Staged:
-    """One array to be read: which parts of which leaf are in it."""
+    """One array to be read: which parts of which leaf are in it. ``is_lent`` if it is a part of
+    memory that others are in, too."""
 
     name: str
     like: Like
     shape: tuple[int, ...]
-    array: Any
-    memory: memoryview
+    local_shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    array: Any = None
+    memory: memoryview = _NOTHING
+    is_lent: bool = False
+    is_given: bool = False
+    is_taken: bool = False
+    copy: Any = None
 
     def wants(self) -> Iterator[Want]:
         for part in self.parts:
-            yield Want(name=self.name, part=part, into=self.memory)
+            yield Want(self.name, part, self.memory)
 
 
 class Staging:
-    """Used by one thread."""
+    """``add`` all slots, ``allocate``, have ``staged`` read, then ``get`` or ``take`` each. Used by
+    one thread."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], path: str) -> None:
         self._tensors = tensors
         self._path = path
-        self._staged: dict[tuple[Any, ...], Staged] = {}
-        self._given: set[tuple[Any, ...]] = set()
-        self._taken: dict[tuple[Any, ...], Any] = {}
+        self._staged: dict[Any, Staged] = {}
+        self._first: list[Slot] = []
+        self._by_slot: dict[int, Staged] = {}
 
     @property
-    def staged(self) -> Iterable[Staged]:
+    def staged(self) -> Collection[Staged]:
         return self._staged.values()
 
     def bytes_of(self, wants: Iterable[Want]) -> int:
@@ -65,27 +81,58 @@ class Staging:
             want.part.box.size * dtype_of(self._tensors[want.name].dtype).itemsize for want in wants
         )
 
-    def boxes_of(self, slot: Slot) -> list[tuple[str, Box]]:
-        """What is to be read for a slot, to be checked before there is memory for it."""
-        _, parts = slot.like.parts(self._tensors[slot.ref.name].shape)
-        return [(slot.ref.name, part.box) for part in parts]
-
     def add(self, slot: Slot) -> None:
+        """Have a slot staged, which must be kept. Takes no memory yet."""
         key = _key(slot)
-        if key not in self._staged:
-            self._staged[key] = self._make(slot)
+        staged = self._staged.get(key)
+        if staged is None:
+            name, like = slot.ref.name, slot.like
+            shape = self._tensors[name].shape
+            local, parts = like.parts(shape)
+            staged = Staged(name=name, like=like, shape=shape, local_shape=local, parts=parts)
+            self._staged[key] = staged
+            self._first.append(slot)
+        self._by_slot[id(slot)] = staged
+
+    def boxes(self) -> list[tuple[str, Box]]:
+        """What is to be read, to be checked before there is memory for it."""
+        return [(each.name, part.box) for each in self.staged for part in each.parts]
+
+    def allocate(self, offsets: Sequence[int | None]) -> None:
+        """Make the memory. ``offsets`` are those of ``boxes`` in their files, as far as they are
+        read as they lie there: their memory is made to lie alike, so that a disk can fill it."""
+        short: dict[str, list[Staged]] = {}
+        at = 0
+        for slot in self._first:
+            staged = self._by_slot[id(slot)]
+            at += len(staged.parts)
+            code = self._tensors[staged.name].dtype
+            if slot.direct is not None:
+                staged.array, staged.memory = slot.direct, memory_of(slot.direct)
+            elif slot.ref.kind == "array":
+                with self._telling(slot, staged):
+                    shape = (*staged.shape, *dtype_of(code).numpy_tail)
+                    staged.array = np.empty(shape, numpy_dtype(code))
+                    staged.memory = as_bytes(staged.array) if staged.array.nbytes else _NOTHING
+            elif not slot.is_kept and _is_short(staged, code):
+                short.setdefault(code, []).append(staged)
+            else:
+                offset = offsets[at - 1] if _is_one_box(staged) else None
+                with self._telling(slot, staged):
+                    staged.array = empty_at(staged.local_shape, known_dtype(code), offset)
+                    staged.memory = memory_of(staged.array)
+        for code, together in short.items():
+            with self._telling(self._first[0], together[0]):
+                _allocate_together(together, known_dtype(code))
 
     def get(self, slot: Slot) -> Any:
         """What was read for a slot, to be kept: an array, or a tensor on the device and laid out as
         the slot says. Slots of one leaf get the same memory, so that what was tied stays tied."""
-        key = _key(slot)
-        staged = self._staged[key]
-        array = staged.array
-        if key in self._taken:
-            if self._taken[key] is None:
-                self._taken[key] = _copied(array)
-            array = self._taken[key]
-        self._given.add(key)
+        staged = self._by_slot[id(slot)]
+        staged.is_given = True
+        if staged.copy is None and (staged.is_taken or staged.is_lent):
+            staged.copy = _copied(staged.array)
+        array = staged.array if staged.copy is None else staged.copy
         if slot.ref.kind == "array":
             return array
         if array.device != slot.like.device:
@@ -94,46 +141,61 @@ class Staging:
 
     def take(self, slot: Slot) -> Any:
         """What was read for a slot, in this process's memory, for the caller to change."""
-        key = _key(slot)
-        staged = self._staged[key]
-        array = _copied(staged.array) if key in self._given else staged.array
-        if key not in self._given:
-            self._given.add(key)
-            self._taken[key] = None
-        return array if slot.ref.kind == "array" else wrap(array, slot.like, staged.shape)
+        staged = self._by_slot[id(slot)]
+        is_kept = staged.is_given and staged.copy is None
+        array = staged.array
+        if is_kept or staged.is_taken:
+            array = _copied(array)
+        else:
+            staged.is_taken = True
+        return array
 
-    def _make(self, slot: Slot) -> Staged:
-        name = slot.ref.name
-        tensor = self._tensors[name]
-        shape, parts = slot.like.parts(tensor.shape)
+    @contextlib.contextmanager
+    def _telling(self, slot: Slot, staged: Staged) -> Iterator[None]:
+        """Errors that say for what there is no memory."""
         try:
-            if slot.direct is not None:
-                array: Any = slot.direct
-                memory = memory_of(slot.direct)
-            elif slot.ref.kind == "array":
-                tail = dtype_of(tensor.dtype).numpy_tail
-                array = np.empty((*tensor.shape, *tail), numpy_dtype(tensor.dtype))
-                memory = as_bytes(array) if array.nbytes else memoryview(b"")
-            else:
-                array = empty_local(shape, tensor.dtype)
-                memory = memory_of(array)
+            yield
         except (MemoryError, RuntimeError, ValueError) as error:
-            size = int(np.prod(shape, dtype=object)) * dtype_of(tensor.dtype).itemsize
+            itemsize = dtype_of(self._tensors[staged.name].dtype).itemsize
             raise LoadError(
-                f"there is no memory for the {size:,} bytes of {slot.place}", path=self._path
+                f"there is no memory for the {math.prod(staged.local_shape) * itemsize:,} bytes "
+                f"of {slot.place}",
+                path=self._path,
             ) from error
         except Unstorable as refusal:
             raise LoadError(f"{slot.place} {refusal}", path=self._path) from None
-        filled = tuple(part for part in parts if not part.box.is_empty)
-        return Staged(
-            name=name, like=slot.like, shape=tensor.shape, array=array, memory=memory, parts=filled
-        )
+
+
+def _is_one_box(staged: Staged) -> bool:
+    """Whether the array is read as it lies in one box."""
+    return len(staged.parts) == 1 and staged.parts[0].box.shape == staged.local_shape
+
+
+def _is_short(staged: Staged, code: str) -> bool:
+    return math.prod(staged.local_shape) * dtype_of(code).itemsize <= _SHORT_BYTES
+
+
+def _allocate_together(staged: Sequence[Staged], dtype: torch.dtype) -> None:
+    """Memory for many short arrays, made at once: in a tenth of the time."""
+    sizes = [math.prod(each.local_shape) for each in staged]
+    memory = torch.empty(sum(sizes), dtype=dtype)
+    view = memory_of(memory)
+    at = 0
+    for each, array, size in zip(staged, memory.split(sizes), sizes, strict=True):
+        end = at + size * dtype.itemsize
+        each.array = array if len(each.local_shape) == 1 else array.view(each.local_shape)
+        each.memory, each.is_lent = view[at:end], True
+        at = end
 
 
 def _copied(array: Any) -> Any:
     return array.clone() if isinstance(array, torch.Tensor) else array.copy()
 
 
-def _key(slot: Slot) -> tuple[Any, ...]:
+def _key(slot: Slot) -> Any:
+    """The same for slots that one array is enough for."""
+    like, ref = slot.like, slot.ref
+    if like.mesh is None and slot.direct is None and ref.kind == "tensor":
+        return ref.name
     direct = None if slot.direct is None else slot.direct.data_ptr()
-    return (slot.ref.name, slot.ref.kind, slot.like.mesh, slot.like.placements, direct)
+    return (ref.name, ref.kind, like.mesh, like.placements, direct)

@@ -2,7 +2,7 @@
 state that it goes into."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.distributed._staging import Slot, Staging
@@ -17,19 +17,28 @@ def join(place: str, key: object) -> str:
     return f"{place}.{key}" if place else str(key)
 
 
-def refs_in(value: Any, place: str) -> Iterator[tuple[str, LeafRef]]:
-    """Every reference to a leaf, with its place."""
+def refs_in(value: Any, steps: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], LeafRef]]:
+    """Every reference to a leaf, with the steps that lead to it."""
     if isinstance(value, LeafRef):
-        yield place, value
+        yield steps, value
     elif isinstance(value, PerRank):
         for rank, each in enumerate(value.values):
-            yield from refs_in(each, join(place, f"@{rank}"))
+            yield from refs_in(each, (*steps, f"@{rank}"))
     elif type(value) in DICTS:
         for key, each in value.items():
-            yield from refs_in(each, join(place, key))
+            yield from refs_in(each, (*steps, key))
     elif type(value) in LISTS:
         for index, each in enumerate(value):
-            yield from refs_in(each, join(place, index))
+            yield from refs_in(each, (*steps, index))
+
+
+def has_ranks(value: Any) -> bool:
+    """Whether there is anything in a value that each rank has its own of."""
+    if isinstance(value, PerRank):
+        return True
+    if type(value) in DICTS:
+        return any(map(has_ranks, value.values()))
+    return type(value) in LISTS and any(map(has_ranks, value))
 
 
 def has_leaves(value: Any) -> bool:
@@ -64,13 +73,13 @@ def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     return type(value)(change(index, each) for index, each in enumerate(value))
 
 
-def at_place(tree: Any, place: str, base: str) -> Any:
-    """What a state has at the place of something stored, if it is of the same form."""
-    for step in place.removeprefix(base).lstrip(".").split("."):
+def at_steps(tree: Any, steps: Sequence[Any]) -> Any:
+    """What a state has where something is stored, if it is of the same form; else ``None``."""
+    for step in steps:
         if isinstance(tree, Mapping):
-            tree = tree.get(step, tree.get(int(step)) if step.isdigit() else None)
-        elif isinstance(tree, list | tuple) and step.isdigit() and int(step) < len(tree):
-            tree = tree[int(step)]
+            tree = tree.get(step)
+        elif isinstance(tree, list | tuple) and isinstance(step, int) and step < len(tree):
+            tree = tree[step]
         else:
             return None
     return tree

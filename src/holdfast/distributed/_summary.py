@@ -3,7 +3,6 @@ them. Pure."""
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from holdfast.catalog._placing import box_bounds, placement_of_boxes, placement_of_grid
 from holdfast.catalog._writing import BoxSource
 from holdfast.distributed._flat import Held
-from holdfast.format import StoredFile, StoredTensor
+from holdfast.format import StoredFile, StoredPlacement, StoredTensor
 from holdfast.reshard import Box, Grid, IndexRuns, SavePlan
 
 Bounds = tuple[tuple[int, int], ...]
@@ -86,14 +85,18 @@ def tensors_of(plan: SavePlan, summaries: Sequence[Summary]) -> dict[str, Stored
     before = sum(len(summary.whole) for summary in summaries)
     first = before + np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
     several = _boxes_by_name(summaries, first.tolist())
+    known: dict[tuple[int, int], StoredPlacement] = {}  # leaves that lie alike are many
     tensors = {}
     for tensor in plan.tensors:
-        writers = tensor.writers.array()
         boxes = several.get(tensor.leaf.name)
         if boxes is None:
-            placement = placement_of_grid(tensor.grid, IndexRuns.of(first[writers]))
+            key = (id(tensor.grid), id(tensor.writers))
+            if key not in known:
+                files = IndexRuns.of(first[tensor.writers.array()])
+                known[key] = placement_of_grid(tensor.grid, files)
+            placement = known[key]
         else:
-            cells = _cells(tensor.grid, writers.tolist(), counts, first.tolist())
+            cells = _cells(tensor.grid, [*tensor.writers], counts, first.tolist())
             placement = _placement(tensor.leaf.shape, tensor.grid, [*cells, *boxes])
         tensors[tensor.leaf.name] = StoredTensor(
             dtype=tensor.leaf.dtype, shape=tensor.leaf.shape, placement=placement
@@ -134,7 +137,7 @@ def _cells(
     ]
 
 
-def _placement(shape: tuple[int, ...], grid: Grid, boxes: list[tuple[Box, int]]) -> Any:
+def _placement(shape: tuple[int, ...], grid: Grid, boxes: list[tuple[Box, int]]) -> StoredPlacement:
     boxes.sort(key=lambda each: each[0].start)
     files = IndexRuns.of([file for _, file in boxes])
     if len(boxes) == grid.cells:

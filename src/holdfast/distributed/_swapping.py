@@ -46,36 +46,37 @@ class Swap:
         if live.dtype != staged.dtype:
             raise ValueError(f"staged must be of dtype {live.dtype}, not {staged.dtype}")
         self._live = live.detach()
-        self._staged = staged.detach()
+        self._staged = staged.detach() if staged.requires_grad else staged
         self._done = 0
         # A piece of live and its old values, while they are exchanged.
         self._held: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def apply(self) -> None:
-        scratch = torch.empty(
-            min(self._live.numel(), _piece(self._live, self._staged)),
-            dtype=self._live.dtype,
-            device=self._live.device,
-        )
-        with torch.no_grad():
-            for live, staged in self._pieces():
-                held = scratch[: live.numel()].view(live.shape)
-                held.copy_(live)
-                self._held = (live, held)
-                live.copy_(staged)
-                staged.copy_(held)
-                self._done += 1
-                self._held = None
+        if self._live.numel() <= _piece(self._live, self._staged):
+            self._exchange(self._live, self._staged, self._live.clone())
+            return
+        scratch: torch.Tensor | None = None
+        for live, staged in self._pieces():
+            if scratch is None:  # no later piece is larger
+                scratch = torch.empty(live.numel(), dtype=live.dtype, device=live.device)
+            held = scratch[: live.numel()].view(live.shape)
+            self._exchange(live, staged, held.copy_(live))
 
     def undo(self) -> None:
-        with torch.no_grad():
-            if self._held is not None:
-                live, held = self._held
-                live.copy_(held)
-                self._held = None
-            for live, staged in itertools.islice(self._pieces(), self._done):
-                live.copy_(staged)
-            self._done = 0
+        if self._held is not None:
+            live, held = self._held
+            live.copy_(held)
+            self._held = None
+        for live, staged in itertools.islice(self._pieces(), self._done):
+            live.copy_(staged)
+        self._done = 0
+
+    def _exchange(self, live: torch.Tensor, staged: torch.Tensor, held: torch.Tensor) -> None:
+        self._held = (live, held)
+        live.copy_(staged)
+        staged.copy_(held)
+        self._done += 1
+        self._held = None
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return _cut(self._live, self._staged, _piece(self._live, self._staged))
@@ -173,7 +174,7 @@ def _check_shapes(live: torch.Tensor, staged: torch.Tensor) -> None:
 
 def _piece(live: torch.Tensor, staged: torch.Tensor) -> int:
     """How many elements are exchanged at a time."""
-    if live.device.type == staged.device.type == "cpu":
+    if live.is_cpu and staged.is_cpu:
         return _ONE_THREAD
     return int(_PIECE_BYTES // live.element_size())
 

@@ -3,7 +3,9 @@
 The only module that looks into DTensors. Knows no names, no files and no other ranks.
 """
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -30,11 +32,19 @@ from holdfast.reshard import (
 _BLOCK_BYTES: Final = 8 * 1024 * 1024
 """How much of a tensor is copied at a time where it cannot be written from its own memory."""
 
+_PAGE_BYTES: Final = 4096
+"""What direct I/O aligns to."""
+
+_SHAPES: Final = 1024
+_DEVICES: Final = 64
+
 _BY_TORCH: Final = {
     getattr(torch, dtype.torch_name): dtype
     for dtype in DTYPES.values()
     if dtype.torch_name is not None and hasattr(torch, dtype.torch_name)
 }
+
+_BY_CODE: Final = {dtype.code: torch_dtype for torch_dtype, dtype in _BY_TORCH.items()}
 
 
 class Unstorable(Exception):  # noqa: N818 -- told to the caller, who knows the place
@@ -57,7 +67,13 @@ class Like:
                 mesh=tensor.device_mesh,
                 placements=tuple(tensor.placements),
             )
-        return cls(device=tensor.device)
+        return cls.on(tensor.device)
+
+    @classmethod
+    @functools.lru_cache(maxsize=_DEVICES)
+    def on(cls, device: torch.device) -> Self:
+        """All of a tensor on one device. There are very many, so they are one."""
+        return cls(device=device)
 
     def layout(self, dims: int, rank_of: Callable[[int], int]) -> Layout | None:
         """The same for a tensor of that many dimensions in words of ``reshard``; ``None`` if every
@@ -81,20 +97,28 @@ class Like:
             if not isinstance(placement, theirs.Replicate)
         )
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], list[Part]]:
-        """The shape of this rank's array, and the parts of the tensor that are in it."""
+    def parts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+        """The shape of this rank's array, and the parts of the tensor that are in it; those without
+        an element are left out."""
         if self.mesh is None:
-            return shape, [Part.alone(Box.whole(shape))]
+            return shape, _whole(shape)
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
-            return (0,), []
+            return (0,), ()
         grid = mesh_grid(
             shape,
             tuple(self.mesh.mesh.shape),
             tuple(_placement(placement, len(shape)) for placement in self.placements),
         )
-        parts = [part for part in grid.parts(coordinate) if not part.box.is_empty]
+        parts = tuple(part for part in grid.parts(coordinate) if not part.box.is_empty)
         return tuple(grid.local_shape(tuple(coordinate))), parts
+
+
+@functools.lru_cache(maxsize=_SHAPES)
+def _whole(shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """All of a tensor. Of the same few shapes there may be very many."""
+    box = Box.whole(shape)
+    return () if box.is_empty else (Part(box=box, local=box, array_shape=shape),)
 
 
 def code_of(dtype: torch.dtype) -> DType:
@@ -107,19 +131,16 @@ def code_of(dtype: torch.dtype) -> DType:
 
 def torch_dtype(code: str) -> torch.dtype | None:
     """The torch dtype of a code; ``None`` where the installed torch has none."""
-    name = dtype_of(code).torch_name
-    found = None if name is None else getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
-
-
-def is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    dtype_of(code)
+    return _BY_CODE.get(code)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor on this rank, without its history: that of a DTensor may be empty."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor.detach()  # noqa: SLF001 -- to_local() may wait for collectives
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:
+        return tensor
     return tensor.detach()
 
 
@@ -129,7 +150,9 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def check_storable(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a tensor that is to be saved, or ``Unstorable``."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    if tensor.is_quantized:
+        raise Unstorable("is a quantized tensor; store its dequantize() or int_repr()")
+    if tensor.layout is not torch.strided or tensor.is_nested:
         raise Unstorable(f"is a {tensor.layout} tensor; only dense ones are stored, as to_dense()")
     local = local_of(tensor)
     if local.device.type == "meta":
@@ -163,16 +186,32 @@ def bytes_view(local: torch.Tensor) -> torch.Tensor:
     return local.reshape(-1).view(torch.uint8)
 
 
-def empty_local(
-    shape: Sequence[int], code: str, device: torch.device | None = None
-) -> torch.Tensor:
-    """Memory for an array of a stored type."""
+def known_dtype(code: str) -> torch.dtype:
+    """The torch dtype of a stored type; ``Unstorable`` if the installed torch has none."""
     dtype = torch_dtype(code)
     if dtype is None:
         raise Unstorable(
             f"is stored as {code}, which the installed torch {torch.__version__} lacks"
         )
-    return torch.empty(tuple(shape), dtype=dtype, device=device or torch.device("cpu"))
+    return dtype
+
+
+def empty_local(
+    shape: Sequence[int], code: str, device: torch.device | None = None
+) -> torch.Tensor:
+    """Memory for an array of a stored type."""
+    return torch.empty(tuple(shape), dtype=known_dtype(code), device=device or torch.device("cpu"))
+
+
+def empty_at(shape: tuple[int, ...], dtype: torch.dtype, offset: int | None) -> torch.Tensor:
+    """Memory for an array, as far from the start of a page as ``offset``, if there is one that is
+    aligned for the dtype: a disk that has the array there can fill it without a copy."""
+    if offset is None or offset % dtype.itemsize:
+        return torch.empty(shape, dtype=dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.empty(size + _PAGE_BYTES, dtype=torch.uint8)
+    shift = (offset - memory.data_ptr()) % _PAGE_BYTES
+    return memory[shift : shift + size].view(dtype).view(shape)
 
 
 def wrap(local: torch.Tensor, like: Like, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from holdfast.contracts import Coordinator, Storage
 from holdfast.coordination import TorchCoordinator
 from holdfast.distributed._bulk import Bulk
 from holdfast.distributed._validation import CheckpointValidator
+from holdfast.errors import CheckpointError
 from holdfast.resilience import FaultToleranceHandler
 
 _PLANS: Final = 4
@@ -45,9 +46,17 @@ class Tools:
     def storage(self) -> Storage:
         return self.catalog.storage
 
+    def locate(self, error: BaseException) -> None:
+        """Have an error say where in the world it was, not only in this storage."""
+        url = self.storage.url
+        if not isinstance(error, CheckpointError) or error.path is None:
+            return
+        if not error.path.startswith(url) and "://" not in error.path:
+            error.path = f"{url}/{error.path}"
+
     def rank_of(self) -> Callable[[int], int]:
         """From the ranks that a device mesh names to those of the coordinator."""
-        if not isinstance(self.coordinator, TorchCoordinator) or self.coordinator.world_size == 1:
+        if not isinstance(self.coordinator, TorchCoordinator):
             return lambda rank: rank
         import torch.distributed as dist  # noqa: PLC0415 -- only where ranks are torch's
 

@@ -132,7 +132,7 @@ class CheckpointValidator:
         is an error that names it. ``StorageError`` if the storage does not answer.
         """
         _checks.count("world_size", world_size, least=1)
-        storage, found = _insides(checkpoint)
+        storage, found = checkpoint.storage, checkpoint.found
         findings = [*_unreadable_values(found), *_wrong_files(storage, found)]
         for integrity in self._integrity:
             findings += _run(integrity.name, partial(integrity.check, checkpoint))
@@ -166,7 +166,7 @@ class FullReadChecker:
     name = "full read"
 
     def check(self, checkpoint: OpenCheckpoint) -> Iterator[Finding]:
-        storage, found = _insides(checkpoint)
+        storage, found = checkpoint.storage, checkpoint.found
         for damage in verify_checkpoint(storage, found.prefix).damage:
             yield Finding.error(str(damage))
 
@@ -226,11 +226,6 @@ def capped(lines: Sequence[str]) -> list[str]:
     shown = [f"  {line}" for line in lines[:_SHOWN_LINES]]
     more = len(lines) - len(shown)
     return [*shown, f"  ... and {more} more"] if more else shown
-
-
-def _insides(checkpoint: OpenCheckpoint) -> tuple[Storage, Found]:
-    """Where a checkpoint is, and its record, which its front does not show."""
-    return checkpoint._reader._storage, checkpoint._found  # noqa: SLF001
 
 
 def _unreadable_values(found: Found) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 FIRST_POLL_S = 0.001
 GRACE_S = 1.0
+FOREVER_S = threading.TIMEOUT_MAX
 
 
 class Cancelled(BaseException):
@@ -28,24 +29,27 @@ class Watch:
     """Runs this rank's own work in a thread while its caller watches the other ranks.
 
     Used by one thread, inside the operation's block, and while it runs nothing else may use the
-    operation.
+    operation. ``grace_s``: how long a work that was told to stop may take to end.
     """
 
     left_running: bool
     """Whether the work of the last ``run`` did not end when it was told to, and may go on."""
 
-    def __init__(self, operation: Operation, *, poll_s: float = 0.05) -> None:
+    def __init__(
+        self, operation: Operation, *, poll_s: float = 0.05, grace_s: float = GRACE_S
+    ) -> None:
         self._operation = operation
         self._poll_s = _checks.seconds("poll_s", poll_s)
+        self._grace_s = _checks.seconds("grace_s", grace_s)
         self.left_running = False
 
     def run(self, work: Callable[[Callable[[], None]], T]) -> T:
         """Return what ``work(proceed)`` returns, or raise what it raises.
 
         If another rank is lost or fails, the operation's time is over, or this thread is
-        interrupted, then that is raised. Before, the work is told to stop and given a second:
+        interrupted, then that is raised. Before, the work is told to stop and given a while:
         ``proceed()``, which it should call often, from any thread, raises ``Cancelled``. A work
-        that does not end in that second is left running; the error has a note that says so, and
+        that does not end in that while is left running; the error has a note that says so, and
         the interpreter does not wait for it when it exits.
 
         The work sees the caller's context variables, but what it sets is not seen outside.
@@ -66,19 +70,30 @@ class Watch:
     def _give_up(self, task: "_Task[T]", error: BaseException) -> None:
         task.given_up.set()
         try:
-            task.done.wait(GRACE_S)
+            task.done.wait(self._grace_s)
         finally:  # also after a second interrupt
             self.left_running = not task.done.is_set()
             own = task.take_error()
             if self.left_running:
                 error.add_note(
-                    f"The work of this rank was told to stop and had not {GRACE_S:g} s later (a "
-                    "storage call that does not return?). It is left running."
+                    f"The work of this rank was told to stop and had not {self._grace_s:g} s later "
+                    "(a storage call that does not return?). It is left running."
                 )
             elif own is not None and not isinstance(own, Cancelled):
                 story = "".join(traceback.format_exception_only(own)).strip()
                 error.add_note(f"Told to stop, the work of this rank failed by itself: {story}")
             del own
+
+
+def finish_within(seconds: float, work: Callable[[], None]) -> bool:
+    """Whether ``work()`` ended in that time; what it raises is raised. A work that did not is left
+    running, and the interpreter does not wait for it when it exits."""
+    task = _Task(lambda _: work())
+    task.start()
+    if not task.done.wait(seconds):
+        return False
+    task.result()
+    return True
 
 
 class _Task(Generic[T]):

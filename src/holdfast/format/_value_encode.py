@@ -26,6 +26,7 @@ def encode_value(
     *,
     leaf: Callable[[ValuePath, object], LeafRef | None] | None = None,
     root: str = "state",
+    depth: int = 0,
 ) -> object:
     """``value`` as dicts, lists, texts, numbers, bools and ``None`` that JSON can hold exactly.
 
@@ -34,9 +35,10 @@ def encode_value(
     Small NumPy arrays are then stored here, the rest is refused. Keys and members of sets are
     never leaves. What is in the value of rank 2 of a ``PerRank`` has the step ``"@2"`` in its path.
     The same value always gives the same JSON. Raises ``SaveError`` saying what
-    cannot be stored and where; ``root`` is what the value is called there. Nothing is changed.
+    cannot be stored and where; ``root`` is what the value is called there, ``depth`` in how many
+    containers it will stand. Nothing is changed.
     """
-    return _Encoder(leaf, root).value(value)
+    return _Encoder(leaf, root, depth).value(value)
 
 
 def per_rank_node(values: Sequence[object]) -> object:
@@ -49,11 +51,11 @@ def per_rank_node(values: Sequence[object]) -> object:
 
 class _Encoder:
     def __init__(
-        self, leaf: Callable[[ValuePath, object], LeafRef | None] | None, root: str
+        self, leaf: Callable[[ValuePath, object], LeafRef | None] | None, root: str, depth: int
     ) -> None:
         self._leaf = leaf
         self._place = Place(root)
-        self._depth = 0
+        self._depth = depth
         self._converted = 0  # values stored as something that is not equal to them
         self._containers: Mapping[type, Callable[[Any], object]] = {
             list: self._items,

@@ -63,6 +63,7 @@ class SavePlan:
         """What one rank writes, leaf by leaf, each in row-major order; costs about that much."""
         writes: list[Write] = []
         places: dict[int, tuple[tuple[int, ...], int] | None] = {}
+        known: dict[tuple[int, int, int], list[Part]] = {}  # leaves of one shape are many
         for tensor in self.tensors:
             key = id(tensor.layout)
             if key not in places:
@@ -78,8 +79,10 @@ class SavePlan:
             coordinate, replica = place
             for piece, writer in enumerate(tensor.replicas):
                 if writer == replica:
-                    parts = tensor.laid.parts(coordinate, piece)
-                    writes += [Write(leaf=tensor.leaf, part=part) for part in parts]
+                    at = (key, id(tensor.laid), piece)
+                    if at not in known:
+                        known[at] = tensor.laid.parts(coordinate, piece)
+                    writes += [Write(leaf=tensor.leaf, part=part) for part in known[at]]
         return writes
 
 
@@ -150,23 +153,34 @@ class _Dealer:
         self._total = total
         self._piece_bytes = piece_bytes
         self._teams: dict[int, Ints] = {}
-        self._laid: dict[MeshGrid, tuple[Grid, Ints, Ints, Ints]] = {}
+        self._laid: dict[int, tuple[Grid, Ints, Ints, Ints]] = {}
+        self._cuts: dict[tuple[int, tuple[int, ...], int], tuple[MeshGrid, int]] = {}
+        self._writers: dict[tuple[int, int, tuple[int, ...]], IndexRuns] = {}
 
     def bytes_of(self) -> tuple[int, ...]:
         return tuple(self._load.tolist())
 
     def deal(self, held: list[tuple[Leaf, list[Layout]]]) -> tuple[TensorPlan, ...]:
-        choices = [[(layout, self._cut(leaf, layout)) for layout in found] for leaf, found in held]
-        largest = [
-            leaf.itemsize * max(math.prod(laid.largest_piece()) for _, laid in found)
-            for (leaf, _), found in zip(held, choices, strict=True)
-        ]
+        choices = []
+        largest = []
+        for leaf, found in held:
+            cut = [self._cut_once(leaf, layout) for layout in found]
+            choices.append([(layout, laid) for layout, (laid, _) in zip(found, cut, strict=True)])
+            largest.append(max(nbytes for _, nbytes in cut))
         free = [len(found) > 1 or len(self._team(found[0][0])) > 1 for found in choices]
         order = sorted(range(len(held)), key=lambda index: (free[index], -largest[index], index))
         plans: dict[int, TensorPlan] = {}
         for index in order:
             plans[index] = self._assign(held[index][0], choices[index])
         return tuple(plans[index] for index in range(len(held)))
+
+    def _cut_once(self, leaf: Leaf, layout: Layout) -> tuple[MeshGrid, int]:
+        """How a leaf is cut, and the bytes of its largest piece: once for all leaves alike."""
+        key = (id(layout), leaf.shape, leaf.itemsize)
+        if key not in self._cuts:
+            laid = self._cut(leaf, layout)
+            self._cuts[key] = laid, leaf.itemsize * math.prod(laid.largest_piece())
+        return self._cuts[key]
 
     def _cut(self, leaf: Leaf, layout: Layout) -> MeshGrid:
         laid = MeshGrid(
@@ -188,9 +202,11 @@ class _Dealer:
         )
 
     def _assign(self, leaf: Leaf, choices: list[tuple[Layout, MeshGrid]]) -> TensorPlan:
-        layout, laid = min(
-            choices, key=lambda choice: int(self._load[self._team(choice[0])].max(axis=1).min())
-        )
+        layout, laid = choices[0]
+        if len(choices) > 1:
+            layout, laid = min(
+                choices, key=lambda choice: int(self._load[self._team(choice[0])].max(axis=1).min())
+            )
         team = self._team(layout)
         grid, coordinates, pieces, elements = self._geometry(laid)
         if 0 in leaf.shape:
@@ -202,8 +218,12 @@ class _Dealer:
                 replica = int(self._load[team].max(axis=1).argmin()) if len(team) > 1 else 0
                 self._load[team[replica]] += elements[:, piece] * leaf.itemsize
                 replicas.append(replica)
-            offsets = _replica_offsets(layout)[replicas]
-            writers = IndexRuns.of(layout.ranks.array()[coordinates + offsets[pieces]])
+            key = (id(layout), id(laid), tuple(replicas))
+            if key not in self._writers:
+                offsets = _replica_offsets(layout)[replicas]
+                runs = IndexRuns.of(layout.ranks.array()[coordinates + offsets[pieces]])
+                self._writers[key] = runs
+            writers = self._writers[key]
         return TensorPlan(
             leaf=leaf,
             grid=grid,
@@ -223,11 +243,12 @@ class _Dealer:
         return self._teams[key]
 
     def _geometry(self, laid: MeshGrid) -> tuple[Grid, Ints, Ints, Ints]:
-        if laid not in self._laid:
+        key = id(laid)  # one for all leaves alike, and kept
+        if key not in self._laid:
             if len(self._laid) >= _CACHED:
                 self._laid.pop(next(iter(self._laid)))
-            self._laid[laid] = (laid.grid(), *laid.owners(), laid.elements())
-        return self._laid[laid]
+            self._laid[key] = (laid.grid(), *laid.owners(), laid.elements())
+        return self._laid[key]
 
 
 def _replica_offsets(layout: Layout) -> Ints:

@@ -36,7 +36,7 @@ __all__ = ["RankGang", "RankOutcome"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PRELOAD = ("torch", "torch.distributed", "holdfast.coordination")
+_PRELOAD = ("torch", "torch.distributed", "holdfast.distributed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
