@@ -357,9 +357,13 @@ def save_job(
     faults: Mapping[int, Sequence[Fault]] | int = NONE,
     lease_s: float = 600.0,
     noise_bytes: int = NOISE_BYTES,
+    early: int | None = None,
     **options: Any,
 ) -> Ended:
+    """``early``: a rank that comes well before the others."""
     with checkpointer(folder, harm, rank, faults=faults, lease_s=lease_s) as (ckpt, trap):
+        if early is not None and rank != early:
+            time.sleep(0.5)
         state = state_of(seed, rank, trap, noise_bytes=noise_bytes)
         chosen = SaveOptions(checkpoint_prefix=prefix, progress=telling(trap), **options)
         try:

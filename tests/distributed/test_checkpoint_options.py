@@ -747,6 +747,25 @@ def save_and_load_any(rank, folder, seeds):
     return wrong
 
 
+def save_reshaped(rank, folder):
+    """Tensors whose bytes are the same on all ranks, though they are not."""
+    extra = {
+        "shape": torch.ones(6).view((2, 3) if rank else (3, 2)),
+        "empty": torch.empty((0, 2) if rank else (0, 3)),
+        "dtype": torch.zeros(2, dtype=torch.int32 if rank else torch.float32),
+        "array": np.zeros(2000, np.int64 if rank else np.float64),
+    }
+    with checkpointer(folder) as ckpt:
+        save(ckpt, {"w": torch.ones(1)}, extra=extra)
+        found = dict.fromkeys(extra)
+        load(ckpt, extra=found)
+    return equal(found, extra)
+
+
+def test_the_same_bytes_in_another_shape_or_dtype_are_another_value(gang, tmp_path):
+    assert gang.run(save_reshaped, tmp_path) == [True, True]
+
+
 def test_trees_that_differ_between_ranks_in_any_way(gang, tmp_path):
     assert gang.run(save_and_load_any, tmp_path, range(30)) == [[], []]
 

@@ -460,7 +460,7 @@ def test_plain_trees_keep_every_type(ckpt):
         "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
         "counter": collections.Counter("aab"),
         "deque": collections.deque([1, 2], maxlen=3),
-        "by number": {1: "one", (2, 3): "pair", None: 0, True: 1.0},
+        "by number": {1: "one", (2, 3): "pair", None: 0, False: 1.0},
         "big": 10**40,
         "floats": [math.inf, -math.inf, 0.1, -0.0],
         "bytes": b"\x00\xff",

@@ -124,7 +124,8 @@ class StoreExchange:
 
         def work(session: Session) -> bytes:
             if data is None:
-                self._await(session, meeting, {source: key})
+                late = functools.partial(self._holding_up, session, source)
+                self._await(session, meeting, {source: key}, late=late)
                 return self._take_word(session, key, session.get([key])[0])
             word = self._put(session, key, data)
             self._raise_if_failed(session)  # the others may have given up on this rank
@@ -409,6 +410,15 @@ class StoreExchange:
         del keys[0]
         here = self._place(session, 0).startswith(f"{meeting.base}\n")
         return ([] if here else [0]) + self._missing(session, keys)
+
+    def _holding_up(self, session: Session, source: int) -> list[int]:
+        """Who keeps a rank from giving its word: those it waits for in a gathering that this rank
+        has come to already, or else itself."""
+        base = self._place(session, source).partition("\n")[0]
+        keys = {r: f"{base}/{r}" for r in range(self._ranks.world_size) if r != source}
+        if not base.startswith(f"{self._base}/") or not session.check([keys[self._ranks.rank]]):
+            return [source]  # it has taken what the others gave it, or waits for nobody
+        return self._missing(session, keys) or [source]
 
     def _poll(self, meeting: Meeting) -> Callable[[Session, Callable[[], list[int]]], None]:
         """A pause between two looks that raises when there is no point in a further one."""

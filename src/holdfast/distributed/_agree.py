@@ -83,10 +83,10 @@ def find_differing(
     is_cut = any(not one.is_plain for one in given)
     own = {
         one.name: _Copy(
-            part=f"{one.shard_coordinate()}{_form(one)}",
+            part=f"{one.shard_coordinate()}{_form(one) if one.is_agreed else ''}",
             is_agreed=one.is_agreed,
             is_cut=not one.is_plain,
-            digest=one.digest().hex(),
+            digest=f"{one.digest().hex()}{_form(one)}",
         )
         for one in given
         if one.is_checked or everything or (is_cut and one.is_plain and one.shape)
@@ -133,7 +133,8 @@ def mismatch(differing: Sequence[Differing], *, buffers: bool) -> ReplicaMismatc
 
 
 def _form(held: Held) -> str:
-    return f" {held.dtype.code} {held.shape}" if held.is_agreed else ""
+    """The same bytes in another form are another value."""
+    return f" {held.dtype.code} {held.shape}"
 
 
 def _told(groups: Sequence[tuple[int, ...]]) -> str:

@@ -100,14 +100,6 @@ class Matching:
             like = replace(like, device=self.device or CPU)
         return self.add(Slot(place=place, ref=ref, like=like, direct=direct, is_kept=live.is_meta))
 
-    def _like(self, live: torch.Tensor) -> Like:
-        """How a live tensor lies, or will once it is no longer on the meta device."""
-        like = Like.of(live)
-        if like.device.type != "meta":
-            return like
-        kind = CPU if like.mesh is None else torch.device(like.mesh.device_type)
-        return replace(like, device=self.device or kind)
-
     def add(self, slot: Slot) -> Slot:
         self.slots.append(slot)
         return slot

@@ -20,6 +20,7 @@ from holdfast.catalog._model_index import settle_index, write_index
 from holdfast.catalog._writing import check_record_size, record_of
 from holdfast.contracts import Operation
 from holdfast.distributed._announcing import announce, look_for
+from holdfast.distributed._collecting import collecting_later
 from holdfast.distributed._keeping import Keeper
 from holdfast.distributed._options import CheckpointFormat
 from holdfast.distributed._preparing import Prepared, Preparing, Request
@@ -89,9 +90,9 @@ class _Saving:
 
     def run(self, operation: Operation, timeout_s: float) -> None:
         preparing = Preparing(self._tools, self._request, self._rank)
-        with operation.phase("capture"), self._meter.phase("capture"):
+        with operation.phase("capture"), self._meter.phase("capture"), collecting_later():
             facts, captured, flat = preparing.capture()
-        with operation.phase("agree"), self._meter.phase("agree"):
+        with operation.phase("agree"), self._meter.phase("agree"), collecting_later():
             prepared = preparing.agree(operation, facts, captured, flat)
         with contextlib.ExitStack() as stack:
             with operation.phase("begin"), self._meter.phase("begin"):

@@ -17,7 +17,7 @@ from holdfast.distributed._bulk import Course
 from holdfast.distributed._staging import Staged
 from holdfast.distributed._tools import Tools
 from holdfast.format import StoredTensor, dtype_of
-from holdfast.reshard import Box, Layout, Leaf, LeafList, Part, Replicate, SavePlan, plan_save
+from holdfast.reshard import Layout, Leaf, LeafList, Part, Replicate, SavePlan, plan_save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,9 @@ class SharedReading:
                 if self.rank not in holders or len(holders) == 1:
                     continue
                 box = tensor.grid.box(cell)
-                part = _within(mine, box)
-                if part is None:
-                    continue
-                self._pass_on(course, tensor.leaf.name, part, reader, holders)
+                part = next((each for each in mine if each.box.contains(box)), None)
+                if part is not None:
+                    self._pass_on(course, tensor.leaf.name, part.within(box), reader, holders)
         course.flush()
 
     def _pass_on(
@@ -130,16 +129,3 @@ def _replicas(layout: Layout, index: int) -> list[int]:
         for i, placement in zip(at, layout.placements, strict=True)
     )
     return [int(rank) for rank in cube[where].ravel()]
-
-
-def _within(parts: Sequence[Part], box: Box) -> Part | None:
-    """The part of this rank's memory that a box is, which one of its parts contains."""
-    for part in parts:
-        if part.box.contains(box):
-            shift = [a - b for a, b in zip(part.local.start, part.box.start, strict=True)]
-            local = Box(
-                tuple(a + b for a, b in zip(box.start, shift, strict=True)),
-                tuple(a + b for a, b in zip(box.stop, shift, strict=True)),
-            )
-            return Part(box=box, local=local, array_shape=part.array_shape)
-    return None

@@ -132,8 +132,13 @@ class CheckpointValidator:
         is an error that names it. ``StorageError`` if the storage does not answer.
         """
         _checks.count("world_size", world_size, least=1)
-        storage, found = checkpoint.storage, checkpoint.found
-        findings = [*_unreadable_values(found), *_wrong_files(storage, found)]
+        return self._validate_rest(checkpoint, world_size, [*_unreadable_values(checkpoint.found)])
+
+    def _validate_rest(
+        self, checkpoint: OpenCheckpoint, world_size: int, findings: list[Finding]
+    ) -> ValidationResult:
+        """Add to the findings about the record's values what else there is."""
+        findings += _wrong_files(checkpoint.storage, checkpoint.found)
         for integrity in self._integrity:
             findings += _run(integrity.name, partial(integrity.check, checkpoint))
         for compatibility in self._compatibility:

@@ -15,6 +15,7 @@ from holdfast.contracts import Storage
 from holdfast.distributed._arranging import Arrangement
 from holdfast.distributed._assembling import Assembler
 from holdfast.distributed._bulk import Course
+from holdfast.distributed._collecting import collecting_later
 from holdfast.distributed._flat import Flat, Held
 from holdfast.distributed._options import CheckpointFormat
 from holdfast.distributed._summary import Summary, summary_of
@@ -53,7 +54,8 @@ class RankWriter:
         """Write it all, durably. ``course`` is the way to other ranks, if anything is sent."""
         whole = self._write_whole(tick, course)
         own = self._own()
-        groups = [*grouped(self._sources(own), self.level)]
+        with collecting_later():
+            groups = [*grouped(self._sources(own), self.level)]
         files: list[StoredFile] = []
         for part, group in enumerate(groups):
             key = shard_key(self.prefix, self.attempt, self.rank, part)
@@ -116,24 +118,10 @@ class RankWriter:
         limit = file_bytes(self.level)
         for write in self.arrangement.rest.writes_of(self.rank):
             held = self.flat.shared[write.leaf.name]
-            for part in split_part(write.part, limit // held.dtype.itemsize):
-                yield _source(held, part)
+            for box in split_box(write.part.box, limit // held.dtype.itemsize):
+                yield _source(held, write.part.within(box))
         for held in own.values():
             yield _source(held, Part.alone(Box.whole(held.shape)))
-
-
-def split_part(part: Part, elements: int) -> Iterator[Part]:
-    """The part in boxes of at most that many elements."""
-    if part.box.size <= elements:
-        yield part
-        return
-    shift = [low - start for low, start in zip(part.local.start, part.box.start, strict=True)]
-    for box in split_box(part.box, elements):
-        local = Box(
-            tuple(a + b for a, b in zip(box.start, shift, strict=True)),
-            tuple(a + b for a, b in zip(box.stop, shift, strict=True)),
-        )
-        yield Part(box=box, local=local, array_shape=part.array_shape)
 
 
 def _source(held: Held, part: Part) -> BoxSource:

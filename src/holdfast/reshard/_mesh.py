@@ -55,6 +55,17 @@ class Part:
         """The box as an array of its own."""
         return cls(box=box, local=Box.whole(box.shape), array_shape=box.shape)
 
+    def within(self, box: Box) -> "Part":
+        """Of this part, only a box that it contains."""
+        if box is self.box:
+            return self
+        shift = [there - here for there, here in zip(self.local.start, self.box.start, strict=True)]
+        local = Box(
+            tuple(at + by for at, by in zip(box.start, shift, strict=True)),
+            tuple(at + by for at, by in zip(box.stop, shift, strict=True)),
+        )
+        return Part(box=box, local=local, array_shape=self.array_shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshGrid:
