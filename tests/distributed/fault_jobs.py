@@ -299,7 +299,12 @@ def ended_with(error: BaseException, *, same: bool | None = None, value: Any = N
 
 @contextlib.contextmanager
 def checkpointer(
-    folder: Path, harm: Harm | None, rank: int, *, faults: Mapping[int, Sequence[Fault]] | int = NONE, lease_s: float = 600.0
+    folder: Path,
+    harm: Harm | None,
+    rank: int,
+    *,
+    faults: Mapping[int, Sequence[Fault]] | int = NONE,
+    lease_s: float = 600.0,
 ) -> Iterator[tuple[DistributedCheckpoint, Trap]]:
     """A checkpointer on this rank and its trap. ``faults`` are those of the storages by rank, or
     the seed of a storage that fails now and then."""
@@ -430,8 +435,6 @@ def load_alone(folder: Path, prefix: str) -> State:
     """Load a checkpoint of several ranks in this process, as its rank 0."""
     state = state_of(555, saving=False)
     with DistributedCheckpoint(coordinator=SoloCoordinator(), storage=folder) as ckpt:
-        options = LoadOptions(
-            checkpoint_prefix=prefix, load_rng_state=False, remap=lambda *_: 0
-        )
+        options = LoadOptions(checkpoint_prefix=prefix, load_rng_state=False, remap=lambda *_: 0)
         ckpt.load(state.model, state.optimizer, options, extra=state.extra)
     return state

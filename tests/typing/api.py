@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import assert_type
 
+import torch
+
 import holdfast
 from holdfast import CheckpointError, ErrorKind, RankTimeoutError
 from holdfast.contracts import (
@@ -147,3 +149,24 @@ def mistakes(handler: FaultToleranceHandler) -> None:
     RetryPolicy(3)  # type: ignore[call-arg]
     handler.execute_with_retry(answer())  # type: ignore[arg-type]
     CheckpointError(path="a")  # type: ignore[call-arg]
+
+
+def checkpoints(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    assert_type(holdfast.save({"model": model, "step": 3}, "runs/a/step_3", overwrite=True), str)
+    state: dict[str, object] = {"model": model, "step": 0}
+    holdfast.load("runs/a/step_3", into=state)
+    options = holdfast.CheckpointOptions(storage="runs/a")
+    with holdfast.DistributedCheckpoint.create(options=options) as ckpt:
+        how = holdfast.SaveOptions(
+            checkpoint_prefix="step_3",
+            format=holdfast.CheckpointFormat.CONSOLIDATED,
+            compression_level=holdfast.CompressionLevel.NONE,
+        )
+        prefix = ckpt.save(model, optimizer, how, extra={"mine": holdfast.per_rank(3)})
+        assert_type(prefix, str)
+        which = holdfast.LoadOptions(checkpoint_prefix=prefix)
+        result = ckpt.load(model, optimizer, which, extra=state)
+        assert_type(result, holdfast.CheckpointLoadResult)
+        assert_type(result.was_resharded, bool)
+        assert_type(ckpt.list_checkpoints(), list[holdfast.CheckpointInfo])
+        ckpt.delete_checkpoint(prefix)

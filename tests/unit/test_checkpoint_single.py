@@ -483,6 +483,35 @@ def test_plain_trees_keep_every_type(ckpt):
     assert repr(dict(result.extra)) == repr(tree)
 
 
+def test_names_that_are_no_text(ckpt):
+    """As names of files may be, which Python has with lone surrogates."""
+    tree = {"\udc80": 1, "deep": {"\udcff": {"\udc80": torch.ones(1)}}, "\x00": "\udc80", "é\n": 2}
+    save(ckpt, {"\udc80": torch.ones(2)}, extra=tree)
+    target = dict.fromkeys(tree)
+    model = {"\udc80": torch.zeros(2)}
+    load(ckpt, model, extra=target)
+    assert model["\udc80"].tolist() == [1, 1]
+    assert repr(target) == repr(tree)
+
+
+def test_names_that_would_be_one_name_are_two_tensors(ckpt):
+    def made(start):
+        tensors = [torch.tensor([float(start + n)]) for n in range(5)]
+        names = "a" * 2000, "a" * 2001
+        return {
+            "a.b": tensors[0],
+            "a": {"b": tensors[1]},
+            "a.b~2": tensors[2],
+            **dict(zip(names, tensors[3:], strict=True)),
+        }
+
+    save(ckpt, made(1), extra=made(11))
+    model, extra = made(0), made(0)
+    load(ckpt, model, extra=extra)
+    assert repr(model) == repr(made(1))
+    assert repr(extra) == repr(made(11))
+
+
 def test_enums_come_back_by_their_value(ckpt):
     save(ckpt, nn.Linear(1, 1), extra={"colour": Colour.RED, "level": Level.HIGH})
     target = {"colour": None, "level": None}

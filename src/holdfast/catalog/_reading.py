@@ -33,8 +33,8 @@ from holdfast.format import CommitRecord, PlacedEntry, StoredTensor, dtype_of
 from holdfast.format._entry_names import entry_name
 from holdfast.reshard import Box, Part, copy_to_part
 
-LANES: Final = 4
-"""Requests in flight. On a disk more bring nothing, and each holds a batch of memory."""
+LANES: Final = 6
+"""Requests in flight: some wait for the disk while others are verified. Each may hold a batch."""
 
 _FIRST_PARTS: Final = 1000
 _MOST_PARTS: Final = 64_000

@@ -289,8 +289,11 @@ class _Loading:
         if sending:
             self._tools.bulk.open(timeout_s, operation=operation)
             self._sent = True
-        wants = [*shared.wants()] if shared else [want for each in staged for want in each.wants()]
-        with self._meter.phase("read", staging.bytes_of(wants)):
+        with collecting_later():
+            holders = staged if shared is None else [shared]
+            wants = [want for each in holders for want in each.wants()]
+        nbytes = staging.bytes_of(wants)
+        with self._meter.phase("read", nbytes), collecting_later(moved_bytes=nbytes):
 
             def work(proceed: Callable[[], None]) -> None:
                 def tick(nbytes: int) -> None:

@@ -102,7 +102,7 @@ class _Saving:
             with operation.phase("commit"):
                 self._told = True
                 told = operation.gather(summary.encode(), target=_COMMITTER)
-        with operation.phase("commit"), self._meter.phase("commit"):
+        with operation.phase("commit"), self._meter.phase("commit"), collecting_later():
             if told is not None:
                 summaries = [Summary.decode(each) for each in told]
                 self._commit(operation, self._record(prepared, summaries))
@@ -133,9 +133,9 @@ class _Saving:
             _say(error, f"{self.prefix} is committed and whole all the same.")
         elif self._attempt is not None and not self._committing:
             self._clean_up(error, self._attempt.abort)
-        elif self._begun is not None and not self._told:
+        elif self._begun is not None and (not self._told or _is_before_commit(error)):
             self._clean_up(error, self._remove_written)
-        elif self._begun is not None and not _rules_out_commit(error):
+        elif self._begun is not None and not _is_refused(error):
             _say(
                 error,
                 f"Whether {self.prefix} is committed is unknown: list the checkpoints to see. "
@@ -195,7 +195,8 @@ class _Saving:
             self._sent = True
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what the training has queued is part of the state
-        with self._meter.phase("write", writer.total_bytes()):
+        nbytes = writer.total_bytes()
+        with self._meter.phase("write", nbytes), collecting_later(moved_bytes=nbytes):
 
             def work(proceed: Callable[[], None]) -> Summary:
                 def tick(nbytes: int) -> None:
@@ -257,20 +258,21 @@ class _Saving:
         )
 
     def _remove_written(self) -> None:
-        """Without this rank's word nobody commits, so the files of all ranks are nobody's."""
+        """A word is missing, so nobody commits, and the files of all ranks are nobody's."""
         storage, begun = self._tools.storage, self._begun
         assert begun is not None  # noqa: S101 -- there are files once there is an attempt
         for key in written_in(storage, begun.prefix, begun.attempt):
             storage.delete(key)
 
 
-def _rules_out_commit(error: BaseException) -> bool:
-    """Whether an error tells a rank that has given its word that there will be no commit: the rank
-    where it began had not given its own, or it is rank 0, which knows what came of it."""
-    if not isinstance(error, CheckpointError):
-        return False
-    refused = isinstance(error, SaveError) and error.rank == _COMMITTER
-    return refused or error.phase in _BEFORE_COMMIT
+def _is_before_commit(error: BaseException) -> bool:
+    """Whether the rank where an error began had not given its word: nobody commits without it."""
+    return isinstance(error, CheckpointError) and error.phase in _BEFORE_COMMIT
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Whether rank 0 said that it refused to commit."""
+    return isinstance(error, SaveError) and error.rank == _COMMITTER
 
 
 def _say(error: BaseException, sentence: str) -> None:

@@ -35,6 +35,8 @@ _BLOCK_BYTES: Final = 8 * 1024 * 1024
 _PAGE_BYTES: Final = 4096
 """What direct I/O aligns to."""
 
+_LONG_BYTES: Final = 256 * 1024
+
 _SHAPES: Final = 1024
 _DEVICES: Final = 64
 
@@ -204,11 +206,11 @@ def empty_local(
 
 
 def empty_at(shape: tuple[int, ...], dtype: torch.dtype, offset: int | None) -> torch.Tensor:
-    """Memory for an array, as far from the start of a page as ``offset``, if there is one that is
-    aligned for the dtype: a disk that has the array there can fill it without a copy."""
-    if offset is None or offset % dtype.itemsize:
-        return torch.empty(shape, dtype=dtype)
+    """Memory for an array. That of a long one is as far from the start of a page as ``offset``, if
+    this is known and aligned for the dtype: a disk that has it there can fill it without a copy."""
     size = math.prod(shape) * dtype.itemsize
+    if size < _LONG_BYTES or offset is None or offset % dtype.itemsize:
+        return torch.empty(shape, dtype=dtype)
     memory = torch.empty(size + _PAGE_BYTES, dtype=torch.uint8)
     shift = (offset - memory.data_ptr()) % _PAGE_BYTES
     return memory[shift : shift + size].view(dtype).view(shape)

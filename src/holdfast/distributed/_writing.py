@@ -15,7 +15,6 @@ from holdfast.contracts import Storage
 from holdfast.distributed._arranging import Arrangement
 from holdfast.distributed._assembling import Assembler
 from holdfast.distributed._bulk import Course
-from holdfast.distributed._collecting import collecting_later
 from holdfast.distributed._flat import Flat, Held
 from holdfast.distributed._options import CheckpointFormat
 from holdfast.distributed._summary import Summary, summary_of
@@ -54,8 +53,7 @@ class RankWriter:
         """Write it all, durably. ``course`` is the way to other ranks, if anything is sent."""
         whole = self._write_whole(tick, course)
         own = self._own()
-        with collecting_later():
-            groups = [*grouped(self._sources(own), self.level)]
+        groups = [*grouped(self._sources(own), self.level)]
         files: list[StoredFile] = []
         for part, group in enumerate(groups):
             key = shard_key(self.prefix, self.attempt, self.rank, part)
