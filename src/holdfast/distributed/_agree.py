@@ -74,10 +74,10 @@ class _Copy(msgspec.Struct, frozen=True, kw_only=True):
 def find_differing(
     operation: Operation, held: Iterable[Held], *, everything: bool
 ) -> tuple[Differing, ...]:
-    """Leaves that should be the same on several ranks and are not. ``everything`` compares all
-    replicated leaves, not only those to be checked. Leaves of modules and optimizers are compared
-    only with ones of their dtype and shape: those that differ even there are refused when leaves
-    are listed, in better words."""
+    """Leaves that should be the same on several ranks and are not. ``everything`` compares all of
+    all replicated leaves; without it, of those that need not be checked, a few bytes. Leaves of
+    modules and optimizers are compared only with ones of their dtype and shape: those that differ
+    even there are refused when leaves are listed, in better words."""
     given = [*held]
     # Beside tensors that are cut, a plain one of several elements may be a piece, too.
     is_cut = any(not one.is_plain for one in given)
@@ -86,10 +86,10 @@ def find_differing(
             part=f"{one.shard_coordinate()}{_form(one) if one.is_agreed else ''}",
             is_agreed=one.is_agreed,
             is_cut=not one.is_plain,
-            digest=f"{one.digest().hex()}{_form(one)}",
+            digest=f"{_digest(one, fully=everything or _is_checked(one, is_cut))}{_form(one)}",
         )
         for one in given
-        if one.is_checked or everything or (is_cut and one.is_plain and one.shape)
+        if everything or one.is_plain
     }
     data = msgspec.json.encode(own)
     digests = operation.all_gather(digest(data))
@@ -114,6 +114,14 @@ def find_differing(
         )
         for name, ranks in groups.items()
     )
+
+
+def _digest(one: Held, *, fully: bool) -> str:
+    return (one.digest() if fully else one.sample()).hex()
+
+
+def _is_checked(one: Held, is_cut: bool) -> bool:
+    return one.is_checked or (is_cut and one.is_plain and bool(one.shape))
 
 
 def mismatch(differing: Sequence[Differing], *, buffers: bool) -> ReplicaMismatchError:
@@ -160,15 +168,17 @@ def merge_trees(operation: Operation, flat: Flat) -> object | None:
         msgspec.json.encode([places, [digest(piece).hex() for piece in own]])
     )
     wanted_places, digests = msgspec.json.decode(first, type=tuple[list[Any], list[str]])
-    if [[*place] for place in places] != wanted_places:
+    order = {tuple(place): index for index, place in enumerate(wanted_places)}
+    if order.keys() != set(places):
         raise SaveError(
             f"rank {operation.rank} saves {_names(places)}, and rank 0 {_names(wanted_places)}; "
             "every rank must save a state of the same form. Nothing was saved"
         )
     differing = {
-        str(index): msgspec.Raw(piece)
+        str(order[places[index]]): msgspec.Raw(piece)
         for index, piece in enumerate(own)
-        if digest(piece).hex() != digests[index] or _has_own(flat.pieces[places[index]])
+        if digest(piece).hex() != digests[order[places[index]]]
+        or _has_own(flat.pieces[places[index]])
     }
     gathered = operation.gather(msgspec.json.encode(differing))
     if gathered is None:
@@ -212,7 +222,16 @@ def _merge(values: Sequence[Any], place: Place, agreed: frozenset[Place]) -> obj
                 for n in range(len(first))
             ]
     _refuse_agreed(values, place, agreed)
-    return per_rank_node(values)
+    return per_rank_node([_stripped(value) for value in values])
+
+
+def _stripped(value: Any) -> Any:
+    """A value of one rank, in which nothing needs to be said to be of this rank alone."""
+    if _tag(value) == "per_rank":
+        return _stripped(value[TAG_KEY][1][0])
+    if isinstance(value, dict):
+        return {key: _stripped(each) for key, each in value.items()}
+    return [_stripped(each) for each in value] if isinstance(value, list) else value
 
 
 def _merge_tagged(
@@ -220,9 +239,11 @@ def _merge_tagged(
 ) -> object | None:
     """Tuples and dicts that JSON has not; ``None`` if they have to be taken as they are."""
     payloads = [value[TAG_KEY][1] for value in values]
+    if {_tag(value) for value in values} != {tag}:
+        return None
     if tag == "defaultdict":
         return _merge_defaultdicts(payloads, place, agreed)
-    if {_tag(value) for value in values} != {tag} or len({len(p) for p in payloads}) != 1:
+    if len({len(payload) for payload in payloads}) != 1:
         return None
     first = payloads[0]
     if tag == "tuple":

@@ -12,7 +12,8 @@ import torch
 
 from holdfast.distributed._bulk import Course
 from holdfast.distributed._flat import Held
-from holdfast.distributed._tensors import TensorSource, bytes_view, empty_local, memory_of
+from holdfast.distributed._tensor_source import TensorSource
+from holdfast.distributed._tensors import bytes_view, empty_local, memory_of
 from holdfast.format import CHUNK_BYTES, ShardEntry
 from holdfast.reshard import Box, Leaf, Part, Replicate, SavePlan
 
@@ -122,7 +123,7 @@ class Assembler:
             elif where.is_contiguous():
                 self._to_course().receive(owner, bytes_view(where))
             else:
-                data = torch.empty(box.shape, dtype=whole.dtype)
+                data = torch.empty(box.shape, dtype=whole.dtype, device="cpu")
                 self._to_course().receive(owner, bytes_view(data))
                 where.copy_(data)
         return whole

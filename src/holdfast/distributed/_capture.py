@@ -4,7 +4,7 @@ Knows torch's ``state_dict`` protocol and the places things stand at; knows no n
 no other rank. Nothing is copied: the tensors of the tree are the live ones.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,7 +112,7 @@ def modules_in(state: object, place: Place) -> Iterator[tuple[Place, nn.Module]]
 def _members(value: object) -> Iterator[tuple[Any, object]]:
     if type(value) in {dict, OrderedDict, defaultdict}:
         yield from value.items()  # type: ignore[attr-defined]
-    elif type(value) in {list, tuple}:
+    elif type(value) in {list, tuple, deque}:
         yield from enumerate(value)  # type: ignore[arg-type]
 
 
@@ -133,6 +133,7 @@ class _Walk:
             ),
             list: self._items,
             tuple: lambda value, place: tuple(self._items(value, place)),
+            deque: lambda value, place: deque(self._items(value, place), value.maxlen),
         }
 
     def value(self, value: object, place: Place) -> object:
@@ -142,7 +143,14 @@ class _Walk:
         if rebuild is not None:
             # What is deeper is not stored: whoever encodes it says so, though it has no end.
             return rebuild(value, place) if len(place) <= MAX_VALUE_DEPTH else value
+        if isinstance(value, PerRank):
+            raise SaveError(
+                f"{_shown(place)} holds the values of the {len(value.values)} ranks that it was "
+                "loaded from; choose this rank's, as per_rank(value.values[0]). Nothing was saved"
+            )
         if isinstance(value, RankOwn):
+            if any(place[:length] in self.own for length in range(len(place))):
+                return self.value(value.value, place)  # it is in one that is this rank's own
             self.own.add(place)
             return PerRank(values=(self.value(value.value, (*place, "@0")),))
         return self._stateful(value, place) if is_stateful(value) else value

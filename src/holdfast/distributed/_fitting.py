@@ -78,8 +78,8 @@ class _Fitting:
             if place not in self._open_at or (not place and isinstance(value, LeafRef)):
                 found.pass_over(at, value)
 
-    def _list(self, target: Any, stored: object, place: str, *_: object) -> None:
-        if not isinstance(stored, list | tuple):
+    def _list(self, target: Any, stored: Any, place: str, *_: object) -> None:
+        if type(stored) not in LISTS:
             self._found.unlike(place or "the state", stored, "a list")
         elif len(stored) != len(target):
             self._found.other.append(
@@ -158,19 +158,24 @@ class _Fitting:
             slot = found.slot(live, value, place, may_be_direct=name in filling.live)
             if slot is not None:
                 filling.slots[name] = slot
+            elif found.shape_of(value.name) != tuple(live.shape):
+                found.misfits[name] = found.misfits[place] = found.shape_of(value.name)
         elif before.ref.name != value.name:
             found.other.append(
                 f"{before.place} and {place} are one tensor here, and two in the checkpoint"
             )
 
     def _optimizer(
-        self, target: torch.optim.Optimizer, stored: object, place: str, *_: object
+        self, target: torch.optim.Optimizer, stored: Any, place: str, *_: object
     ) -> None:
         found = self._found
         if not found.is_under(place):
             return
         if not isinstance(stored, Mapping):
             found.unlike(place or "the state", stored, "an optimizer's state")
+            return
+        stored = found.own(stored, place)
+        if has_ranks(stored):
             return
         fitted = OptimizerTarget(target, found.names)
         missing, unexpected, sentences = fitted.problems(stored)
@@ -188,9 +193,10 @@ class _Fitting:
         unfit: set[str] = set()
         for path, ref, like in fitted.likes(stored, found.shape_of):
             at = ".".join([*([place] if place else []), *map(str, path)])
-            wanted = fitted.shape_like(path)
-            if wanted is not None and not _is_state_shape(found.shape_of(ref.name), wanted):
-                found.is_shape(at, found.shape_of(ref.name), wanted)
+            of_parameter = fitted.shape_like(path)
+            shape = found.shape_of(ref.name)
+            if of_parameter is not None and found.misfits.get(str(path[1])) == shape:
+                found.is_shape(at, shape, of_parameter)
                 unfit.add(str(path[1]))
             else:
                 slots[id(ref)] = found.add(Slot(place=at, ref=ref, like=like))
@@ -288,14 +294,6 @@ class _ModuleFilling:
     def _is_meta(self, name: str) -> bool:
         live = self._state.values[name]
         return isinstance(live, torch.Tensor) and live.is_meta
-
-
-def _is_state_shape(stored: Sequence[int], parameter: Sequence[int]) -> bool:
-    """Whether a tensor of that shape can be of the state of such a parameter: some optimizers keep
-    one value for a row, a column or a whole parameter."""
-    return len(stored) != len(parameter) or all(
-        size in {1, wanted} for size, wanted in zip(stored, parameter, strict=True)
-    )
 
 
 def _tied(state: ModuleState) -> dict[str, list[str]]:

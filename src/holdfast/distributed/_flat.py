@@ -14,11 +14,10 @@ import torch
 from holdfast.catalog._shard_write import ArraySource, Source
 from holdfast.catalog._writing import storable_array
 from holdfast.distributed._capture import Captured, Place
+from holdfast.distributed._tensor_source import TensorSource, box_of
 from holdfast.distributed._tensors import (
     Like,
-    TensorSource,
     Unstorable,
-    box_of,
     check_storable,
     code_of,
     global_shape,
@@ -38,6 +37,7 @@ from holdfast.reshard import Box, Layout, Leaf, LeafList, Part
 
 _NAME_CHARS: Final = 1000
 _PIECES: Final = 1000
+_SAMPLE: Final = 64
 _CUT_LEVELS: Final = 2
 
 
@@ -78,6 +78,14 @@ class Held:
         where = tuple(map(slice, part.local.start, part.local.stop))
         return ArraySource(entry=entry, array=self.memory[where])
 
+    def sample(self) -> bytes:
+        """A digest of its first and last few bytes: enough to tell two trainings apart."""
+        if isinstance(self.memory, np.ndarray) or not self.memory.is_contiguous():
+            return b""
+        flat = self.memory.reshape(-1)
+        ends = torch.cat([flat[:_SAMPLE], flat[-_SAMPLE:]]).cpu()
+        return digest(memory_of(ends))
+
     def digest(self) -> bytes:
         if isinstance(self.memory, np.ndarray):
             return digest(np.ascontiguousarray(self.memory).reshape(-1).view(np.uint8).data)
@@ -111,21 +119,26 @@ class Naming:
     model: Place | None = None
     differing: frozenset[str] = frozenset()
 
+    def is_in_model(self, place: Place) -> bool:
+        return self.model is not None and place[: len(self.model)] == self.model
+
 
 def flatten(captured: Captured, naming: Naming) -> Flat:
     """``SaveError`` for what cannot be stored, with its place and type."""
     walk = _Leaves(captured=captured, naming=naming)
-    pieces = {
+    cut = dict(_cut(captured.tree, captured.agreed))
+    # A tensor that is seen several times is called after its place in the model.
+    encoded = {
         place: encode_value(
-            value,
+            cut[place],
             leaf=walk.at(place),
             root=_dotted(place) or "state",
             depth=len(place) + 1,  # one more, in case each rank turns out to have its own
         )
-        for place, value in _cut(captured.tree, captured.agreed)
+        for place in sorted(cut, key=lambda place: not naming.is_in_model(place))
     }
     return Flat(
-        pieces=pieces,
+        pieces={place: encoded[place] for place in cut},
         shared=walk.shared,
         own=walk.own,
         agreed=captured.agreed,
@@ -209,7 +222,7 @@ class _Leaves:
             name = self._free(f"{name}.@{self.naming.rank}")
         held = self._held(kind, name, place, value)
         self._seen[key] = name
-        if self._is_in_model(place):
+        if self.naming.is_in_model(place):
             self.model.add(name)
         mesh = None if held.like is None else held.like.mesh
         if is_own and mesh is not None:
@@ -263,16 +276,13 @@ class _Leaves:
         return next((n for n in range(len(place)) if place[:n] in self.captured.own), None)
 
     def _name(self, place: Place, own_at: int | None) -> str:
-        steps = [*map(str, place)]
+        # No name of a place has one "@" alone, so that none is that of a rank's own leaf.
+        steps = [str(step).replace("@", "@@") for step in place]
         if own_at is not None:
             steps[own_at] = f"@{self.naming.rank}"
-        if self._is_in_model(place):
-            steps = steps[len(self.naming.model or ()) :]
+        if self.naming.is_in_model(place):
+            steps = [str(step) for step in place[len(self.naming.model or ()) :]]
         return self._free(_text(".".join(steps) or "state"))
-
-    def _is_in_model(self, place: Place) -> bool:
-        model = self.naming.model
-        return model is not None and place[: len(model)] == model
 
     def _free(self, name: str) -> str:
         free, n = name, 2

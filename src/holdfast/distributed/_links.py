@@ -197,7 +197,9 @@ def _end(group: Any, rank: int, world_size: int, waiters: "tuple[_Waiter, ...]")
         if peer != rank:
             # Errors say that the connection is broken: by this, or long since.
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, END_TAG).wait(SHORT)
+                group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, END_TAG).wait(
+                    SHORT
+                )
     for waiter in waiters:
         waiter.end()
 

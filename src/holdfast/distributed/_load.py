@@ -69,7 +69,11 @@ def load_state(
     """
     loading = _Loading(tools, options, prefix, device)
     try:
-        with tools.coordinator.operation("load", timeout_s) as operation:
+        # What is made here outlives the caller's inference mode, and is trained on.
+        with (
+            torch.inference_mode(False),
+            tools.coordinator.operation("load", timeout_s) as operation,
+        ):
             return loading.run(operation, target, open_at, timeout_s, rng=rng)
     except BaseException as error:
         loading.give_up(error)

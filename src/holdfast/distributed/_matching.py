@@ -25,7 +25,8 @@ CPU: Final = torch.device("cpu")
 
 @dataclass(slots=True, kw_only=True)
 class Matching:
-    """What was found so far. ``builds`` are in the order in which the state is to be changed."""
+    """What was found so far. ``builds`` are in the order in which the state is to be changed.
+    ``misfits`` are the stored shapes of parameters that have another, by name."""
 
     tensors: Mapping[str, StoredTensor]
     options: LoadOptions
@@ -43,6 +44,7 @@ class Matching:
     not_restored: list[str] = field(default_factory=list)
     wanted_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     stored_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    misfits: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _fitted: set[str] = field(default_factory=set)
 
     def report(self) -> LoadReport:
@@ -158,7 +160,13 @@ class Matching:
             if self.options.remap is None:
                 self.not_restored += [] if quiet else [place]
                 return stored
-            chosen = self.options.remap(self.rank, self.world_size, saved)
+            try:
+                chosen = self.options.remap(self.rank, self.world_size, saved)
+            except Exception as error:
+                raise LoadError(
+                    f"remap({self.rank}, {self.world_size}, {saved}) raised "
+                    f"{type(error).__name__}: {error}. Nothing was changed"
+                ) from error
         if not isinstance(chosen, int) or not 0 <= chosen < saved:
             raise LoadError(
                 f"remap gave {chosen!r} for rank {self.rank}; it must be one of the saved ranks, 0 "

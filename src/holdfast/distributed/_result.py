@@ -158,9 +158,9 @@ class CheckpointLoadResult:
     """
 
     metadata: CheckpointMetadata
-    model_state: Mapping[str, Any] | None = None
-    optimizer_state: Mapping[str, Any] | None = None
-    extra: Mapping[str, object] = field(default_factory=dict)
+    model_state: Mapping[str, Any] | None = field(default=None, repr=False)
+    optimizer_state: Mapping[str, Any] | None = field(default=None, repr=False)
+    extra: Mapping[str, object] = field(default_factory=dict, repr=False)
     source_world_size: int
     target_world_size: int
     was_resharded: bool

@@ -70,10 +70,11 @@ class SharedReading:
                 if holder != reader:
                     course.send(holder, data)
             return
-        data = box.view(-1) if box.is_contiguous() else torch.empty(box.numel(), dtype=torch.uint8)
-        course.receive(reader, data)
-        if not box.is_contiguous():
-            box.copy_(data.view(box.shape))
+        contiguous = box.is_contiguous()
+        data = box if contiguous else torch.empty(box.shape, dtype=torch.uint8, device="cpu")
+        course.receive(reader, data.view(-1))
+        if not contiguous:
+            box.copy_(data)
 
 
 def share_reading(

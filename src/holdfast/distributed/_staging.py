@@ -178,7 +178,7 @@ def _is_short(staged: Staged, code: str) -> bool:
 def _allocate_together(staged: Sequence[Staged], dtype: torch.dtype) -> None:
     """Memory for many short arrays, made at once: in a tenth of the time."""
     sizes = [math.prod(each.local_shape) for each in staged]
-    memory = torch.empty(sum(sizes), dtype=dtype)
+    memory = torch.empty(sum(sizes), dtype=dtype, device="cpu")
     view = memory_of(memory)
     at = 0
     for each, array, size in zip(staged, memory.split(sizes), sizes, strict=True):

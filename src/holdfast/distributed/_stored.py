@@ -1,7 +1,7 @@
 """A stored tree: walking through it, and putting tensors in the place of references. Knows no
 state that it goes into."""
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -9,7 +9,7 @@ from holdfast.distributed._staging import Slot, Staging
 from holdfast.format import LeafRef, PerRank
 
 DICTS: Final = frozenset({dict, OrderedDict, defaultdict})
-LISTS: Final = frozenset({list, tuple})
+LISTS: Final = frozenset({list, tuple, deque})
 
 
 def join(place: str, key: object) -> str:
@@ -70,6 +70,8 @@ def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
         return made
     if isinstance(value, dict):
         return type(value)((key, change(key, each)) for key, each in value.items())
+    if isinstance(value, deque):
+        return deque((change(index, each) for index, each in enumerate(value)), value.maxlen)
     return type(value)(change(index, each) for index, each in enumerate(value))
 
 
@@ -78,7 +80,7 @@ def at_steps(tree: Any, steps: Sequence[Any]) -> Any:
     for step in steps:
         if isinstance(tree, Mapping):
             tree = tree.get(step)
-        elif isinstance(tree, list | tuple) and isinstance(step, int) and step < len(tree):
+        elif isinstance(tree, list | tuple | deque) and isinstance(step, int) and step < len(tree):
             tree = tree[step]
         else:
             return None

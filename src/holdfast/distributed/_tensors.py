@@ -6,16 +6,16 @@ The only module that looks into DTensors. Knows no names, no files and no other 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as theirs
 
-from holdfast.format import CHUNK_BYTES, DType, ShardEntry, dtype_of
+from holdfast.format import DType, dtype_of
 from holdfast.format._dtypes import DTYPES
 from holdfast.reshard import (
     Box,
@@ -28,9 +28,6 @@ from holdfast.reshard import (
     StridedShard,
     mesh_grid,
 )
-
-_BLOCK_BYTES: Final = 8 * 1024 * 1024
-"""How much of a tensor is copied at a time where it cannot be written from its own memory."""
 
 _PAGE_BYTES: Final = 4096
 """What direct I/O aligns to."""
@@ -210,8 +207,8 @@ def empty_at(shape: tuple[int, ...], dtype: torch.dtype, offset: int | None) -> 
     this is known and aligned for the dtype: a disk that has it there can fill it without a copy."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LONG_BYTES or offset is None or offset % dtype.itemsize:
-        return torch.empty(shape, dtype=dtype)
-    memory = torch.empty(size + _PAGE_BYTES, dtype=torch.uint8)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    memory = torch.empty(size + _PAGE_BYTES, dtype=torch.uint8, device="cpu")
     shift = (offset - memory.data_ptr()) % _PAGE_BYTES
     return memory[shift : shift + size].view(dtype).view(shape)
 
@@ -231,36 +228,6 @@ def wrap(local: torch.Tensor, like: Like, shape: tuple[int, ...]) -> torch.Tenso
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSource:
-    """A box of a tensor on its way to a shard: ``catalog``'s ``Source``. What is not contiguous
-    memory of this process is copied block by block."""
-
-    entry: ShardEntry
-    tensor: torch.Tensor
-
-    def chunks(self) -> Iterator[memoryview]:
-        tensor = self.tensor
-        if not tensor.numel():
-            return
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
-            data = memory_of(tensor)
-            if len(data) <= CHUNK_BYTES:
-                yield data
-                return
-            for start in range(0, len(data), CHUNK_BYTES):
-                yield data[start : start + CHUNK_BYTES]
-            return
-        yield from _rechunked(_blocks(tensor))
-
-
-def box_of(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """The elements of a box of a local tensor, without a copy."""
-    if box.shape == tuple(local.shape):
-        return local
-    return local[tuple(map(slice, box.start, box.stop))]
-
-
 def _placement(placement: theirs.Placement, dims: int) -> Placement:
     match placement:
         case theirs.Replicate():
@@ -277,39 +244,3 @@ def _placement(placement: theirs.Placement, dims: int) -> Placement:
 def _row_major(shape: Sequence[int]) -> list[int]:
     strides = [1, *itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), int.__mul__)]
     return strides[::-1] if shape else []
-
-
-def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements in row-major order, as contiguous bytes in this process's memory."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes <= _BLOCK_BYTES or not tensor.dim():
-        # A view of memory that may change is not enough: chunks are valid until they are written.
-        yield bytes_view(tensor.contiguous().cpu())
-        return
-    rows = max(1, _BLOCK_BYTES * tensor.shape[0] // nbytes)
-    for start in range(0, tensor.shape[0], rows):
-        if rows > 1:
-            yield bytes_view(tensor[start : start + rows].contiguous().cpu())
-        else:
-            yield from _blocks(tensor[start])
-
-
-def _rechunked(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
-    """Blocks cut anew into chunks; one that spans two of them is joined."""
-    rest: Any = b""
-    for block in blocks:
-        data = memoryview(block.numpy())
-        if rest:
-            need = min(CHUNK_BYTES - len(rest), len(data))
-            rest = b"".join((rest, data[:need]))
-            data = data[need:]
-            if len(rest) < CHUNK_BYTES:
-                continue
-            yield memoryview(rest)
-            rest = b""
-        whole = len(data) // CHUNK_BYTES * CHUNK_BYTES
-        for start in range(0, whole, CHUNK_BYTES):
-            yield data[start : start + CHUNK_BYTES]
-        rest = bytes(data[whole:])
-    if rest:
-        yield memoryview(rest)

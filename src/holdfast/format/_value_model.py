@@ -45,6 +45,9 @@ class PerRank:
 
     values: tuple[object, ...]
 
+    def __repr__(self) -> str:
+        return f"PerRank(the values of {len(self.values)} ranks)"
+
     def __post_init__(self) -> None:
         if type(self.values) is not tuple or not self.values:
             raise ValueError(
