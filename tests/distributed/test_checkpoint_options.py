@@ -476,11 +476,14 @@ def save_differing(rank, folder, what, *, kind="ddp", prefix="a", **options):
     """Ranks that should hold the same and do not. Says what the error was."""
     world = dist.get_world_size()
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
     net = parallel(net, kind, world)
     inner = net.module if kind == "ddp" else net
     if what == "buffer":
         inner[1].running_mean.fill_(rank)
+    elif what == "one number":
+        with torch.no_grad():
+            inner[0].weight[32, 32] = rank
     else:
         with torch.no_grad():
             local = inner[0].weight
@@ -504,10 +507,13 @@ def test_buffers_that_differ_are_named(gang, tmp_path):
         assert ckpt.list_checkpoints() == []
 
 
-def test_parameters_that_differ_are_named_if_it_is_asked_for(gang, tmp_path):
-    assert gang.run(save_differing, tmp_path, "weight") == [None, None]
-    found = gang.run(save_differing, tmp_path, "weight", prefix="b", check_replicas=True)
+def test_parameters_that_differ_are_named(gang, tmp_path):
+    """All over, they are noticed; one number somewhere, if it is asked for."""
+    assert gang.run(save_differing, tmp_path, "one number") == [None, None]
+    found = gang.run(save_differing, tmp_path, "one number", prefix="b", check_replicas=True)
+    found += gang.run(save_differing, tmp_path, "weight", prefix="b")
     for message in found:
+        assert message.startswith(ReplicaMismatchError.__name__)
         assert "model.0.weight" in message
         assert "bias" not in message
     with checkpointer(tmp_path) as ckpt:

@@ -4,7 +4,7 @@ Knows names and this rank's memory; knows nothing of what other ranks have. Pure
 tensors to digest them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -78,6 +78,13 @@ class Held:
         where = tuple(map(slice, part.local.start, part.local.stop))
         return ArraySource(entry=entry, array=self.memory[where])
 
+    def version(self) -> int | None:
+        """Goes up when torch changes the values in place. NumPy's changes, and those by fused
+        optimizers or ``.data``, are not counted."""
+        if isinstance(self.memory, np.ndarray) or self.memory.is_inference():
+            return None
+        return int(self.memory._version)  # noqa: SLF001 -- nothing public tells
+
     def sample(self) -> bytes:
         """A digest of its first and last few bytes: enough to tell two trainings apart."""
         if isinstance(self.memory, np.ndarray) or not self.memory.is_contiguous():
@@ -103,6 +110,16 @@ class Flat:
     own: Mapping[str, Held]
     agreed: frozenset[Place]
     model: frozenset[str]
+
+    def versions(self) -> list[int | None]:
+        """How often each leaf was changed, as far as torch counts that."""
+        return [held.version() for held in (*self.shared.values(), *self.own.values())]
+
+    def changed_since(self, versions: Sequence[int | None]) -> list[str]:
+        """Leaves that were changed since ``versions``."""
+        names = (*self.shared, *self.own)
+        now = self.versions()
+        return [name for name, old, new in zip(names, versions, now, strict=True) if old != new]
 
     def without(self, names: Collection[str]) -> "Flat":
         """The same, but that this rank has nothing of these leaves."""

@@ -29,12 +29,13 @@ from holdfast.distributed._summary import Summary, files_of, tensors_of, whole_t
 from holdfast.distributed._tools import Tools
 from holdfast.distributed._watch import Watch, finish_within
 from holdfast.distributed._writing import RankWriter
-from holdfast.errors import CheckpointError, NoSpaceError, SaveError
+from holdfast.errors import CheckpointError, NoSpaceError, SaveError, TornSnapshotError
 from holdfast.format import CommitRecord, CompressionLevel
 
 _log = logging.getLogger("holdfast.distributed")
 
 _COMMITTER: Final = 0
+_NAMED: Final = 5
 _BEFORE_COMMIT: Final = frozenset({"capture", "begin", "write"})
 """Phases in which a rank has not given its word. Not "agree": every operation ends with one."""
 
@@ -189,6 +190,7 @@ class _Saving:
 
     def _write(self, operation: Operation, prepared: Prepared, timeout_s: float) -> Summary:
         writer = self._writer(prepared)
+        versions = prepared.flat.versions()
         sending = prepared.arrangement.is_sending()
         if sending:
             self._tools.bulk.open(timeout_s, operation=operation)
@@ -210,7 +212,16 @@ class _Saving:
                     tick=tick, retry=self._tools.handler.execute_with_retry, course=course
                 )
 
-            return Watch(operation).run(work)
+            summary = Watch(operation).run(work)
+        changed = prepared.flat.changed_since(versions)
+        if changed:
+            more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+            raise TornSnapshotError(
+                f"{', '.join(changed[:_NAMED])}{more} changed while being saved, so that what was "
+                "written is of no one moment; nothing was committed. Save between steps, from the "
+                "thread that trains"
+            )
+        return summary
 
     def _record(self, prepared: Prepared, summaries: Sequence[Summary]) -> CommitRecord:
         tensors = {
