@@ -54,11 +54,13 @@ def share_lists(operation: Operation, own: LeafList) -> tuple[RankGroup, ...]:
 
 class Differing(msgspec.Struct, frozen=True, kw_only=True):
     """A leaf that ranks hold different values of: ``groups`` are ranks that hold the same.
-    ``is_agreed`` if it is of a module or an optimizer, ``is_cut`` if ranks hold parts of it."""
+    ``is_agreed`` if it is of a module or an optimizer, ``is_buffer`` if it is a module's buffer,
+    ``is_cut`` if ranks hold parts of it."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
     is_agreed: bool
+    is_buffer: bool
     is_cut: bool
 
 
@@ -67,6 +69,7 @@ class _Copy(msgspec.Struct, frozen=True, kw_only=True):
 
     part: str
     is_agreed: bool
+    is_buffer: bool
     is_cut: bool
     digest: str
 
@@ -85,6 +88,7 @@ def find_differing(
         one.name: _Copy(
             part=f"{one.shard_coordinate()}{_form(one) if one.is_agreed else ''}",
             is_agreed=one.is_agreed,
+            is_buffer=one.is_agreed and one.is_checked,
             is_cut=not one.is_plain,
             digest=f"{_digest(one, fully=everything or _is_checked(one, is_cut))}{_form(one)}",
         )
@@ -110,6 +114,7 @@ def find_differing(
             name=name,
             groups=tuple(ranks),
             is_agreed=copies[name].is_agreed,
+            is_buffer=copies[name].is_buffer,
             is_cut=copies[name].is_cut,
         )
         for name, ranks in groups.items()
@@ -124,19 +129,24 @@ def _is_checked(one: Held, is_cut: bool) -> bool:
     return one.is_checked or (is_cut and one.is_plain and bool(one.shape))
 
 
-def mismatch(differing: Sequence[Differing], *, buffers: bool) -> ReplicaMismatchError:
+def mismatch(differing: Sequence[Differing]) -> ReplicaMismatchError:
     """The error for leaves that differ though all ranks should hold the same."""
     named = [f"{each.name} ({_told(each.groups)})" for each in differing[:_NAMED]]
     more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-    hint = (
-        " Buffers differ after a forward pass under DistributedDataParallel, which takes rank 0's "
-        "before the next: use SyncBatchNorm, or SaveOptions(replicas_from=0)."
-        if buffers
-        else " SaveOptions(replicas_from=RANK) takes those of one rank."
-    )
+    if any(each.is_cut for each in differing):
+        hint = (
+            "Copies of parts cannot be chosen between: load a checkpoint, or broadcast one replica."
+        )
+    elif all(each.is_buffer for each in differing):
+        hint = (
+            "Buffers differ after a forward pass under DistributedDataParallel, which takes rank "
+            "0's before the next: use SyncBatchNorm, or SaveOptions(replicas_from=0)."
+        )
+    else:
+        hint = "SaveOptions(replicas_from=RANK) takes those of one rank."
     return ReplicaMismatchError(
         f"ranks hold different values of what should be the same: {'; '.join(named)}{more}. "
-        f"Nothing was saved.{hint}"
+        f"Nothing was saved. {hint}"
     )
 
 

@@ -4,10 +4,10 @@ Knows torch's ``state_dict`` protocol and the places things stand at; knows no n
 no other rank. Nothing is copied: the tensors of the tree are the live ones.
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from holdfast.distributed._optimizers import optimizer_state
 from holdfast.errors import SaveError
 from holdfast.format import PerRank
 from holdfast.format._value_model import MAX_VALUE_DEPTH
+
+OPTIMIZER_CLASS: Final = "optimizer_class"
+"""Under which key the state of an optimizer says what made it."""
 
 Place = tuple[Any, ...]
 """Where a value stands: the keys and indexes that lead to it."""
@@ -57,7 +60,7 @@ class Captured:
 
 def capture(state: object) -> Captured:
     """``SaveError`` for what cannot be stored, as far as it can be told from here."""
-    walk = _Walk(names=parameter_names_in(state))
+    walk = _Walk(parameters=parameters_in(state))
     tree = walk.value(state, ())
     return Captured(
         tree=tree,
@@ -67,27 +70,37 @@ def capture(state: object) -> Captured:
     )
 
 
-def parameter_names_in(state: object) -> dict[int, str]:
-    """The name of every parameter of every module in a state, by the parameter's id.
+@dataclass(frozen=True, slots=True)
+class ParameterName:
+    """What a parameter is called in its module, and where that module is."""
 
-    That in the first module that has it. Where two parameters of different modules would have one
-    name, both are called after the place of their module, too.
-    """
-    named = []
+    module: Place
+    name: str
+
+
+def parameters_in(state: object) -> dict[int, ParameterName]:
+    """The name of every parameter of every module in a state, by the parameter's id; that in the
+    first module that has it."""
+    found: dict[int, ParameterName] = {}
     for place, module in modules_in(state, ()):
         if any(isinstance(inner, FSDPModule) for inner in module.modules()):
             module.state_dict()  # has FSDP2 put the parameters that optimizers know in place
-        named.append((place, parameter_names(module)))
-    taken: dict[str, set[int]] = defaultdict(set)
-    for _, names in named:
-        for number, name in names.items():
-            taken[name].add(number)
-    found: dict[int, str] = {}
-    for place, names in named:
-        for number, name in names.items():
-            unique = len(taken[name]) == 1
-            found.setdefault(number, name if unique else ".".join([*map(str, place), name]))
+        for number, name in parameter_names(module).items():
+            found.setdefault(number, ParameterName(place, name))
     return found
+
+
+def names_for(
+    optimizer: torch.optim.Optimizer, known: Mapping[int, ParameterName]
+) -> dict[int, str]:
+    """What an optimizer's parameters are called: as in their modules, and where two would have
+    one name, after the places of these, too. Modules without a parameter of it do not matter."""
+    numbers = [id(each) for group in optimizer.param_groups for each in group["params"]]
+    own = {number: known[number] for number in numbers if number in known}
+    bare = Counter(each.name for each in own.values())
+    if all(count == 1 for count in bare.values()):
+        return {number: each.name for number, each in own.items()}
+    return {number: ".".join([*map(str, each.module), each.name]) for number, each in own.items()}
 
 
 def is_stateful(value: object) -> bool:
@@ -118,7 +131,7 @@ def _members(value: object) -> Iterator[tuple[Any, object]]:
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    names: Mapping[int, str]
+    parameters: Mapping[int, ParameterName]
     agreed: set[Place] = field(default_factory=set)
     buffers: set[Place] = field(default_factory=set)
     own: set[Place] = field(default_factory=set)
@@ -160,7 +173,8 @@ class _Walk:
             return self._module(value, place)
         if isinstance(value, torch.optim.Optimizer):
             self.agreed.add(place)
-            return optimizer_state(value, self.names)
+            kind = {OPTIMIZER_CLASS: type(value).__qualname__}
+            return optimizer_state(value, names_for(value, self.parameters)) | kind
         try:
             inner = value.state_dict()
         except Exception as error:

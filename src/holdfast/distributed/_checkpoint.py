@@ -118,6 +118,10 @@ class DistributedCheckpoint:
         """
         chosen = SaveOptions() if options is None else options
         _checks.instance("options", chosen, SaveOptions)
+        if isinstance(model, torch.optim.Optimizer) or isinstance(optimizer, torch.nn.Module):
+            raise ValueError(  # noqa: TRY004 -- as every refusal of an argument
+                "save takes the model first, then the optimizer"
+            )
         state: dict[str, object] = {MODEL: model}
         if optimizer is not None and chosen.include_optimizer:
             state[OPTIMIZER] = optimizer

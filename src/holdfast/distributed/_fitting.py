@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from holdfast.distributed._capture import RankOwn, is_stateful
+from holdfast.distributed._capture import OPTIMIZER_CLASS, RankOwn, is_stateful, names_for
 from holdfast.distributed._filling import ArrayFill, SetItem, StatefulFill
 from holdfast.distributed._matching import CPU, Matching
 from holdfast.distributed._module_walk import has_own_loading, position_of
@@ -177,15 +177,27 @@ class _Fitting:
         stored = found.own(stored, place)
         if has_ranks(stored):
             return
-        fitted = OptimizerTarget(target, found.names)
+        of = place or "the optimizer"
+        saved_by = stored.get(OPTIMIZER_CLASS, type(target).__qualname__)
+        if saved_by != type(target).__qualname__:
+            found.other.append(
+                f"{of} was saved by {saved_by}, and this is {type(target).__qualname__}"
+            )
+        if any(each.is_meta for group in target.param_groups for each in group["params"]):
+            found.other.append(
+                f"{of} has parameters on the meta device, which the load replaces: load the model, "
+                "make the optimizer, then load both"
+            )
+            return
+        stored = {key: value for key, value in stored.items() if key != OPTIMIZER_CLASS}
+        fitted = OptimizerTarget(target, names_for(target, found.parameters))
         missing, unexpected, sentences = fitted.problems(stored)
         found.missing += [join(place, name) for name in missing]
         found.unexpected += [join(place, name) for name in unexpected]
-        found.other += [f"{place or 'the optimizer'}: {sentence}" for sentence in sentences]
-        if missing and not found.names:
+        found.other += [f"{of}: {sentence}" for sentence in sentences]
+        if missing and not found.parameters:
             found.other.append(
-                f"{place or 'the optimizer'}: parameters have their names from the model; load it "
-                "in the same call"
+                f"{of}: parameters have their names from the model; load it in the same call"
             )
         if sentences:
             return
@@ -230,6 +242,8 @@ class _Fitting:
         if not isinstance(stored, LeafRef):
             found.unlike(place or "the state", stored, "a tensor")
             return
+        if not self._is_first(target, stored, place):
+            return
         slot = found.slot(target, stored, place or "the state")
         if slot is None or slot.direct is not None:
             return
@@ -242,11 +256,24 @@ class _Fitting:
                 found.builds.append(last)
             last.slots.append((target, slot))
 
+    def _is_first(self, target: torch.Tensor, stored: LeafRef, place: str) -> bool:
+        """Whether a tensor was not met with before. One that was cannot have two values."""
+        if target.is_meta:
+            return True
+        first, leaf = self._found.filled.setdefault(position_of(target), (place, stored.name))
+        if first != place and leaf != stored.name:
+            self._found.other.append(
+                f"{first} and {place} are one tensor here, and two in the checkpoint"
+            )
+        return first == place
+
     def _array(self, target: Any, stored: Any, place: str, *_: object) -> None:
         found = self._found
         if not found.is_included(place):
             return
-        if isinstance(stored, np.ndarray):  # so small, or of such a type, that it is in the tree
+        if not target.flags.writeable:
+            found.other.append(f"{place or 'the state'} is an array that cannot be written to")
+        elif isinstance(stored, np.ndarray):  # so small, or of such a type, that it is in the tree
             if found.is_shape(place, stored.shape, target.shape):
                 found.builds.append(lambda _: [ArrayFill(target, stored)])
         elif not isinstance(stored, LeafRef):
@@ -269,7 +296,14 @@ class _TensorFilling:
         self.slots: list[tuple[torch.Tensor, Slot]] = []
 
     def __call__(self, staging: Staging) -> list[Action]:
-        return [replacing(local_of(target), staging.take(slot)) for target, slot in self.slots]
+        return [self._fill(target, slot, staging) for target, slot in self.slots]
+
+    @staticmethod
+    def _fill(target: torch.Tensor, slot: Slot, staging: Staging) -> Action:
+        try:
+            return replacing(local_of(target), staging.take(slot))
+        except ValueError as error:
+            raise LoadError(f"{slot.place} cannot be filled: {error}") from error
 
 
 class _ModuleFilling:

@@ -201,7 +201,7 @@ def _cut(tree: object, agreed: frozenset[Place]) -> Iterator[tuple[Place, object
             and len(place) < _CUT_LEVELS
             and place not in agreed
             and 0 < len(value) <= _PIECES
-            and all(type(key) is str and key != "$" for key in value)
+            and all(type(key) is str and key != "$" and _text(key) == key for key in value)
         ):
             todo += [((*place, key), inner) for key, inner in value.items()]
         else:

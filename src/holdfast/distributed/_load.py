@@ -18,7 +18,7 @@ from holdfast.catalog._opened import decoded
 from holdfast.catalog._reading import TensorReader
 from holdfast.contracts import ObjectInfo, Operation
 from holdfast.distributed._agree import check_same
-from holdfast.distributed._capture import parameter_names_in
+from holdfast.distributed._capture import parameters_in
 from holdfast.distributed._collecting import collecting_later
 from holdfast.distributed._fitting import fit
 from holdfast.distributed._matching import Matching
@@ -226,7 +226,7 @@ class _Loading:
             options=self._options,
             rank=operation.rank,
             world_size=operation.world_size,
-            names={} if target is None else parameter_names_in(target),
+            parameters={} if target is None else parameters_in(target),
             device=self._device,
         )
 

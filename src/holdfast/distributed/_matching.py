@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from holdfast.distributed._capture import ParameterName
 from holdfast.distributed._options import LoadOptions
 from holdfast.distributed._result import Difference, LoadReport
 from holdfast.distributed._staging import Slot, Staging
@@ -26,13 +27,14 @@ CPU: Final = torch.device("cpu")
 @dataclass(slots=True, kw_only=True)
 class Matching:
     """What was found so far. ``builds`` are in the order in which the state is to be changed.
-    ``misfits`` are the stored shapes of parameters that have another, by name."""
+    ``misfits`` are the stored shapes of parameters that have another, by name; ``filled`` the
+    places and leaves of tensors in the state that stand for themselves, by their memory."""
 
     tensors: Mapping[str, StoredTensor]
     options: LoadOptions
     rank: int
     world_size: int
-    names: Mapping[int, str]
+    parameters: Mapping[int, ParameterName]
     device: torch.device | None = None
     slots: list[Slot] = field(default_factory=list)
     builds: list[Build] = field(default_factory=list)
@@ -45,6 +47,7 @@ class Matching:
     wanted_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     stored_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     misfits: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    filled: dict[Any, tuple[str, str]] = field(default_factory=dict)
     _fitted: set[str] = field(default_factory=set)
 
     def report(self) -> LoadReport:

@@ -111,14 +111,9 @@ class Preparing:
         everything, chosen = self._options.check_replicas, self._options.replicas_from
         differing = find_differing(operation, flat.shared.values(), everything=everything)
         wrong = {each.name: each for each in differing if each.is_agreed}
-        if wrong and chosen is None:
-            raise mismatch([*wrong.values()], buffers=not everything)
         cut = next((each for each in wrong.values() if each.is_cut), None)
-        if cut is not None:
-            raise SaveError(
-                f"{cut.name} is cut over a mesh, and replicas_from chooses between whole copies "
-                f"only: {mismatch([cut], buffers=False).message}"
-            )
+        if wrong and (chosen is None or cut is not None):
+            raise mismatch([*wrong.values()])
         own = frozenset(each.name for each in differing) - wrong.keys()
         if own:
             flat = flatten(captured, self._naming(own))
