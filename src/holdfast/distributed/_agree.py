@@ -135,7 +135,7 @@ def mismatch(differing: Sequence[Differing]) -> ReplicaMismatchError:
     more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
     if any(each.is_cut for each in differing):
         hint = (
-            "Copies of parts cannot be chosen between: load a checkpoint, or broadcast one replica."
+            "Parts cannot be chosen between: load a checkpoint, or broadcast one replica."
         )
     elif all(each.is_buffer for each in differing):
         hint = (

@@ -21,6 +21,7 @@ from holdfast.distributed._staging import Slot, Staging
 from holdfast.distributed._stored import DICTS, LISTS, at_steps, has_ranks, join, refs_in, replaced
 from holdfast.distributed._swapping import Action, replacing
 from holdfast.distributed._tensors import Like, local_of
+from holdfast.errors import LoadError
 from holdfast.format import LeafRef, PerRank, numpy_dtype
 
 
