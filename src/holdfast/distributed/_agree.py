@@ -134,9 +134,7 @@ def mismatch(differing: Sequence[Differing]) -> ReplicaMismatchError:
     named = [f"{each.name} ({_told(each.groups)})" for each in differing[:_NAMED]]
     more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
     if any(each.is_cut for each in differing):
-        hint = (
-            "Parts cannot be chosen between: load a checkpoint, or broadcast one replica."
-        )
+        hint = "Parts cannot be chosen between: load a checkpoint, or broadcast one replica."
     elif all(each.is_buffer for each in differing):
         hint = (
             "Buffers differ after a forward pass under DistributedDataParallel, which takes rank "

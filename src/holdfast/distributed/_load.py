@@ -33,7 +33,7 @@ from holdfast.distributed._stored import has_ranks
 from holdfast.distributed._swapping import Action, undo_all
 from holdfast.distributed._tools import Tools
 from holdfast.distributed._validation import ValidationResult
-from holdfast.distributed._watch import FOREVER_S, GRACE_S, Watch
+from holdfast.distributed._watch import FOREVER_S, GRACE_S, Watch, finish
 from holdfast.errors import CheckpointError, LoadError, ValidationError
 
 _log = logging.getLogger("holdfast.distributed")
@@ -149,7 +149,7 @@ class _Loading:
             error.add_note("The state of this rank is loaded all the same.")
             return
         try:
-            undo_all(self._applied)
+            finish(lambda: undo_all(self._applied))
         except Exception as problem:  # noqa: BLE001 -- the error at hand is the one to raise
             error.add_note(
                 "Not all of the state could be put back as it was: undoing it raised "

@@ -102,7 +102,8 @@ class LoadOptions:
     """How to load. The same on every rank, but for ``progress``.
 
     ``checkpoint_prefix``: which. It must be given.
-    ``include``: load only the places that fit one of these patterns (``"model.*"``).
+    ``include``: load only the places that fit one of these patterns (``"model.*"``), or are inside
+    of one that they name. Optimizers and other statefuls are loaded as a whole.
     ``strict``: whatever is missing, unexpected or of another shape or dtype refuses the load;
     without it, what fits is loaded and the result says what did not.
     ``skip_validation``: leave out the checks beforehand. Digests are compared all the same.
@@ -147,11 +148,13 @@ class LoadOptions:
         return self.include is None or bool(self.fitting(place))
 
     def fitting(self, place: str) -> tuple[str, ...]:
-        """Those patterns of ``include`` that are ``place``, or match all of it."""
+        """Those patterns of ``include`` that are ``place`` or one around it, or match all of it."""
         return tuple(
             pattern
             for pattern in self.include or ()
-            if place == pattern or fnmatch.fnmatchcase(place, pattern)
+            if place == pattern
+            or place.startswith(f"{pattern}.")
+            or fnmatch.fnmatchcase(place, pattern)
         )
 
 

@@ -4,6 +4,7 @@ A rank that writes or reads for minutes calls no collective meanwhile. If anothe
 would find out when it is done. So its work runs in a thread, and its own thread watches.
 """
 
+import contextlib
 import contextvars
 import threading
 import traceback
@@ -94,6 +95,17 @@ def finish_within(seconds: float, work: Callable[[], None]) -> bool:
         return False
     task.result()
     return True
+
+
+def finish(work: Callable[[], None]) -> None:
+    """Return when ``work()`` has ended, and not before, however often the caller is interrupted;
+    what it raises is raised. For what must not be left half done."""
+    task = _Task(lambda _: work())
+    task.start()
+    while not task.done.is_set():
+        with contextlib.suppress(KeyboardInterrupt):
+            task.done.wait()
+    task.result()
 
 
 class _Task(Generic[T]):
