@@ -50,7 +50,6 @@ class Held:
     """
 
     name: str
-    kind: Literal["tensor", "array"]
     dtype: DType
     shape: tuple[int, ...]
     memory: Any
@@ -237,7 +236,7 @@ class _Leaves:
         is_own = own_at is not None or name in self.naming.differing
         if is_own and own_at is None:
             name = self._free(f"{name}.@{self.naming.rank}")
-        held = self._held(kind, name, place, value)
+        held = self._held(name, place, value)
         self._seen[key] = name
         if self.naming.is_in_model(place):
             self.model.add(name)
@@ -252,12 +251,11 @@ class _Leaves:
             self.shared[name] = held
         return LeafRef(kind=kind, name=name)
 
-    def _held(self, kind: Literal["tensor", "array"], name: str, place: Place, value: Any) -> Held:
+    def _held(self, name: str, place: Place, value: Any) -> Held:
         is_agreed = self._is_agreed(place)
         if isinstance(value, np.ndarray):
             return Held(
                 name=name,
-                kind=kind,
                 dtype=dtype_of_numpy(value.dtype),
                 shape=value.shape,
                 memory=value,
@@ -273,7 +271,6 @@ class _Leaves:
             raise _refused(name, refusal) from None
         return Held(
             name=name,
-            kind=kind,
             dtype=dtype,
             shape=global_shape(value),
             memory=memory,

@@ -203,8 +203,10 @@ class _Loading:
         told = b""
         if operation.rank == 0:
             checkpoint = OpenCheckpoint(self._tools.storage, found)
-            ask = self._tools.validator._validate_rest  # noqa: SLF001 -- the values were read
-            result = Watch(operation).run(lambda _: ask(checkpoint, operation.world_size, []))
+            ask = self._tools.validator.validate
+            result = Watch(operation).run(
+                lambda _: ask(checkpoint, world_size=operation.world_size, values_read=True)
+            )
             told = msgspec.json.encode((result.errors, result.warnings))
         errors, warnings = msgspec.json.decode(
             operation.broadcast(told), type=tuple[tuple[str, ...], tuple[str, ...]]

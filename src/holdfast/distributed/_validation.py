@@ -124,20 +124,18 @@ class CheckpointValidator:
         self._integrity = checked_checkers("integrity_checkers", integrity_checkers)
         self._compatibility = checked_checkers("compatibility_checkers", compatibility_checkers)
 
-    def validate(self, checkpoint: OpenCheckpoint, *, world_size: int) -> ValidationResult:
+    def validate(
+        self, checkpoint: OpenCheckpoint, *, world_size: int, values_read: bool = False
+    ) -> ValidationResult:
         """Everything that is wrong with a checkpoint, for a job of that size.
 
-        The values of its record must be readable, and every file it names must be there, of its
-        size. That needs one small request for each file, several at a time. A checker that raises
-        is an error that names it. ``StorageError`` if the storage does not answer.
+        The values of its record must be readable, which is known already if they were
+        ``values_read``, and every file it names must be there, of its size. That needs one small
+        request for each file, several at a time. A checker that raises is an error that names it.
+        ``StorageError`` if the storage does not answer.
         """
         _checks.count("world_size", world_size, least=1)
-        return self._validate_rest(checkpoint, world_size, [*_unreadable_values(checkpoint.found)])
-
-    def _validate_rest(
-        self, checkpoint: OpenCheckpoint, world_size: int, findings: list[Finding]
-    ) -> ValidationResult:
-        """Add to the findings about the record's values what else there is."""
+        findings = [] if values_read else [*_unreadable_values(checkpoint.found)]
         findings += _wrong_files(checkpoint.storage, checkpoint.found)
         for integrity in self._integrity:
             findings += _run(integrity.name, partial(integrity.check, checkpoint))
