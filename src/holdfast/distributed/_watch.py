@@ -4,8 +4,8 @@ A rank that writes or reads for minutes calls no collective meanwhile. If anothe
 would find out when it is done. So its work runs in a thread, and its own thread watches.
 """
 
-import contextlib
 import contextvars
+import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -98,14 +98,17 @@ def finish_within(seconds: float, work: Callable[[], None]) -> bool:
 
 
 def finish(work: Callable[[], None]) -> None:
-    """Return when ``work()`` has ended, and not before, however often the caller is interrupted;
-    what it raises is raised. For what must not be left half done."""
-    task = _Task(lambda _: work())
-    task.start()
-    while not task.done.is_set():
-        with contextlib.suppress(KeyboardInterrupt):
-            task.done.wait()
-    task.result()
+    """Call ``work()``, which Ctrl-C does not interrupt. For what must not be left half done, after
+    something else has failed: that is raised next, so the interrupt is not."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        work()  # no interrupt arrives here
+        return
+    signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        work()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Task(Generic[T]):
