@@ -183,21 +183,12 @@ class TensorReader:
         run_all((batch for batch in batches(all_chunks(shards)) if turn()), run, lanes=LANES)
         return sorted(bad, key=lambda chunk: (chunk.key, chunk.entry, chunk.start))
 
-    def check_stored(self, boxes: Sequence[tuple[str, Box]]) -> list[int | None]:
+    def check_stored(self, boxes: Sequence[tuple[str, Box]]) -> None:
         """``CorruptedError`` unless everything of these boxes of tensors is in its files, so that
-        no memory is taken for what is not there.
-
-        Returns at which byte of a file each is, or ``None`` if it is not stored by itself and as
-        it is.
-        """
-        offsets: list[int | None] = [None] * len(boxes)
+        no memory is taken for what is not there."""
         for stored, shards in self._by_file(boxes, check=True):
             for nth, box, index in stored:
-                name, wanted = boxes[nth]
-                placed = self.placed(name, box, shards[index])
-                if placed.codec is None and (box is wanted or box == wanted):
-                    offsets[nth] = placed.offset
-        return offsets
+                self.placed(boxes[nth][0], box, shards[index])
 
     def _by_file(
         self, boxes: Sequence[tuple[str, Box]], *, check: bool = False

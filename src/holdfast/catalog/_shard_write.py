@@ -13,6 +13,7 @@ import numpy.typing as npt
 from holdfast.catalog._names import table_name
 from holdfast.catalog._spool import Spool
 from holdfast.contracts import Data, ObjectWriter, Storage
+from holdfast.errors import TornSnapshotError
 from holdfast.format import (
     CHUNK_BYTES,
     CompressionLevel,
@@ -138,9 +139,19 @@ class _Plain:
 
     def stored(self, index: int) -> Iterator[memoryview]:
         digests = self._digests[index] = []
-        for chunk in self._sources[index].chunks():
+        source = self._sources[index]
+        for chunk in source.chunks():
+            if len(chunk) < _LONG_BYTES:
+                own = bytes(chunk)  # it is written later, with others
+                digests.append(digest(own))
+                yield memoryview(own)
+                continue
             digests.append(digest(chunk))  # just before it is copied, so that it is in the cache
             yield chunk
+            if digest(chunk) != digests[-1]:  # it was copied meanwhile, and is still in the cache
+                raise TornSnapshotError(
+                    f"{source.entry.name} changed while being saved; nothing was committed"
+                )
 
     def digests(self, index: int) -> bytes:
         return b"".join(self._digests[index])
@@ -210,9 +221,10 @@ def _compress(
     def chunks() -> Iterator[tuple[str, memoryview]]:
         for index, source in enumerate(sources):
             for chunk in source.chunks():
-                digests[index].append(digest(chunk))
+                own = bytes(chunk)  # it is compressed later, and may change until then
+                digests[index].append(digest(own))
                 owners.append(index)
-                yield source.entry.dtype, chunk
+                yield source.entry.dtype, memoryview(own)
 
     with contextlib.closing(compressed(chunks(), level=level)) as stream:
         for nth, frame in enumerate(stream):

@@ -142,15 +142,18 @@ class _Loading:
 
     def give_up(self, error: BaseException) -> None:
         """After an error: take back what was changed."""
+        if self._settled:
+            error.add_note("The state of this rank is loaded all the same.")
+        else:
+            self._undo(error)
         self._tools.locate(error)
         if self._sent:
             self._tools.bulk.discard()
-        if self._settled:
-            error.add_note("The state of this rank is loaded all the same.")
-            return
+
+    def _undo(self, error: BaseException) -> None:
         try:
             finish(lambda: undo_all(self._applied))
-        except Exception as problem:  # noqa: BLE001 -- the error at hand is the one to raise
+        except BaseException as problem:  # noqa: BLE001 -- the error at hand is the one to raise
             error.add_note(
                 "Not all of the state could be put back as it was: undoing it raised "
                 f"{type(problem).__name__}: {problem}. Everything else was put back."
@@ -285,7 +288,8 @@ class _Loading:
         with collecting_later():
             for slot in matching.slots:
                 staging.add(slot)
-            staging.allocate(Watch(operation).run(lambda _: reader.check_stored(staging.boxes())))
+            Watch(operation).run(lambda _: reader.check_stored(staging.boxes()))
+            staging.allocate()
         strategy = self._options.resharding_strategy
         staged = [*staging.staged]
         shared = None

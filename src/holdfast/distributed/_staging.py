@@ -15,7 +15,14 @@ import torch
 
 from holdfast.catalog._reading import Want
 from holdfast.catalog._shard_write import as_bytes
-from holdfast.distributed._tensors import Like, Unstorable, empty_at, known_dtype, memory_of, wrap
+from holdfast.distributed._tensors import (
+    Like,
+    Unstorable,
+    empty_local,
+    known_dtype,
+    memory_of,
+    wrap,
+)
 from holdfast.errors import LoadError
 from holdfast.format import LeafRef, StoredTensor, dtype_of, numpy_dtype
 from holdfast.reshard import Box, Part
@@ -98,14 +105,11 @@ class Staging:
         """What is to be read, to be checked before there is memory for it."""
         return [(each.name, part.box) for each in self.staged for part in each.parts]
 
-    def allocate(self, offsets: Sequence[int | None]) -> None:
-        """Make the memory. ``offsets`` are those of ``boxes`` in their files, as far as they are
-        read as they lie there: their memory is made to lie alike, so that a disk can fill it."""
+    def allocate(self) -> None:
+        """Make the memory."""
         short: dict[str, list[Staged]] = {}
-        at = 0
         for slot in self._first:
             staged = self._by_slot[id(slot)]
-            at += len(staged.parts)
             code = self._tensors[staged.name].dtype
             if slot.direct is not None:
                 staged.array, staged.memory = slot.direct, memory_of(slot.direct)
@@ -117,9 +121,8 @@ class Staging:
             elif not slot.is_kept and _is_short(staged, code):
                 short.setdefault(code, []).append(staged)
             else:
-                offset = offsets[at - 1] if _is_one_box(staged) else None
                 with self._telling(slot, staged):
-                    staged.array = empty_at(staged.local_shape, known_dtype(code), offset)
+                    staged.array = empty_local(staged.local_shape, code)
                     staged.memory = memory_of(staged.array)
         for code, together in short.items():
             with self._telling(self._first[0], together[0]):
@@ -164,11 +167,6 @@ class Staging:
             ) from error
         except Unstorable as refusal:
             raise LoadError(f"{slot.place} {refusal}", path=self._path) from None
-
-
-def _is_one_box(staged: Staged) -> bool:
-    """Whether the array is read as it lies in one box."""
-    return len(staged.parts) == 1 and staged.parts[0].box.shape == staged.local_shape
 
 
 def _is_short(staged: Staged, code: str) -> bool:

@@ -9,6 +9,8 @@ from typing import Final, Protocol, final
 
 import torch
 
+_TRIES: Final = 10
+
 _PIECE_BYTES: Final = 4 * 1024 * 1024
 """How much is exchanged at a time, so how much memory an exchange needs."""
 
@@ -142,13 +144,18 @@ def replacing(live: torch.Tensor, staged: torch.Tensor) -> Action:
 
 def undo_all(actions: Sequence[Action]) -> None:
     """Undo all of them, the last first. If some fail the rest are undone all the same, and what
-    failed first is raised."""
+    failed first is raised. What interrupts one does not end it: it is begun again."""
     failure: BaseException | None = None
     for action in reversed(actions):
-        try:
-            action.undo()
-        except BaseException as error:  # noqa: BLE001 -- raised below, once the rest is undone
-            failure = failure or error
+        for _ in range(_TRIES):
+            try:
+                action.undo()
+            except Exception as error:  # noqa: BLE001 -- raised below, once the rest is undone
+                failure = failure or error
+            except BaseException as interrupt:  # noqa: BLE001 -- likewise
+                failure = failure or interrupt
+                continue
+            break
     if failure is not None:
         raise failure
 

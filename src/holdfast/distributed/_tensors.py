@@ -5,7 +5,6 @@ The only module that looks into DTensors. Knows no names, no files and no other 
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
@@ -28,11 +27,6 @@ from holdfast.reshard import (
     StridedShard,
     mesh_grid,
 )
-
-_PAGE_BYTES: Final = 4096
-"""What direct I/O aligns to."""
-
-_LONG_BYTES: Final = 256 * 1024
 
 _SHAPES: Final = 1024
 _DEVICES: Final = 64
@@ -195,22 +189,9 @@ def known_dtype(code: str) -> torch.dtype:
     return dtype
 
 
-def empty_local(
-    shape: Sequence[int], code: str, device: torch.device | None = None
-) -> torch.Tensor:
-    """Memory for an array of a stored type."""
-    return torch.empty(tuple(shape), dtype=known_dtype(code), device=device or torch.device("cpu"))
-
-
-def empty_at(shape: tuple[int, ...], dtype: torch.dtype, offset: int | None) -> torch.Tensor:
-    """Memory for an array. That of a long one is as far from the start of a page as ``offset``, if
-    this is known and aligned for the dtype: a disk that has it there can fill it without a copy."""
-    size = math.prod(shape) * dtype.itemsize
-    if size < _LONG_BYTES or offset is None or offset % dtype.itemsize:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    memory = torch.empty(size + _PAGE_BYTES, dtype=torch.uint8, device="cpu")
-    shift = (offset - memory.data_ptr()) % _PAGE_BYTES
-    return memory[shift : shift + size].view(dtype).view(shape)
+def empty_local(shape: Sequence[int], code: str) -> torch.Tensor:
+    """Memory of this process for an array of a stored type."""
+    return torch.empty(tuple(shape), dtype=known_dtype(code), device="cpu")
 
 
 def wrap(local: torch.Tensor, like: Like, shape: tuple[int, ...]) -> torch.Tensor:
