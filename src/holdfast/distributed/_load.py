@@ -210,20 +210,17 @@ class _Loading:
             result = Watch(operation).run(
                 lambda _: ask(checkpoint, world_size=operation.world_size, values_read=True)
             )
-            told = msgspec.json.encode((result.errors, result.warnings))
-        errors, warnings = msgspec.json.decode(
-            operation.broadcast(told), type=tuple[tuple[str, ...], tuple[str, ...]]
-        )
-        result = ValidationResult(errors=errors, warnings=warnings)
-        if not result.is_valid:
-            raise ValidationError(
-                f"the checkpoint did not pass its validation; nothing was changed. "
-                f"{result.summary()}",
-                path=self._path,
-            )
-        if result.has_warnings and operation.rank == 0:
-            _log.warning("%s: %s", self._path, result.summary())
-        return result
+            if not result.is_valid:
+                raise ValidationError(
+                    "the checkpoint did not pass its validation; nothing was changed. "
+                    f"{result.summary()}",
+                    path=self._path,
+                )
+            if result.has_warnings:
+                _log.warning("%s: %s", self._path, result.summary())
+            told = msgspec.json.encode(result.warnings)
+        warnings = msgspec.json.decode(operation.broadcast(told), type=tuple[str, ...])
+        return ValidationResult(errors=(), warnings=warnings)
 
     def _matching(self, found: Found, operation: Operation, target: Any) -> Matching:
         return Matching(
