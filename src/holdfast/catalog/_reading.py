@@ -33,7 +33,7 @@ from holdfast.format import CommitRecord, PlacedEntry, StoredTensor, dtype_of
 from holdfast.format._entry_names import entry_name
 from holdfast.reshard import Box, Part, copy_to_part
 
-LANES: Final = 6
+LANES: Final = 4
 """Requests in flight: some wait for the disk while others are verified. Each may hold a batch."""
 
 _FIRST_PARTS: Final = 1000
