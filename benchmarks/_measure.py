@@ -66,3 +66,23 @@ def spread(values: Sequence[float], *, scale: float = 1.0, digits: int = 3) -> s
         deciles = statistics.quantiles(values, n=10, method="inclusive")
         low, high = deciles[0], deciles[-1]
     return f"{low * scale:.{digits}f}\N{EN DASH}{high * scale:.{digits}f}"
+
+
+def told(name: str, values: Sequence[float], unit: str) -> Measurement:
+    """The median of ``values``, which has no target."""
+    return Measurement(
+        name=name, value=median(values), unit=unit, target="-", met=True, spread=spread(values)
+    )
+
+
+def at_most(name: str, values: Sequence[float], unit: str, most: float) -> Measurement:
+    """The median of ``values``, which should be that at most."""
+    value = median(values)
+    return Measurement(
+        name=name,
+        value=value,
+        unit=unit,
+        target=f"\N{LESS-THAN OR EQUAL TO} {most:g}",
+        met=value <= most,
+        spread=spread(values) if len(values) > 1 else "-",
+    )

@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 
 import holdfast
-from _measure import Measurement, interleaved, median, spread
+from _measure import Measurement, at_most, interleaved, median, spread, told
 from _ranks import DCP, RAW, bytes_read, check, dcp_load, dcp_save, peak_of, read, set_up, write
 from holdfast.catalog import Catalog
 from holdfast.testing import RankGang
@@ -87,7 +87,7 @@ def end_to_end(folder: Path, *, ranks: int) -> list[Measurement]:
         _times(f"cold load {where}, times as fast as DCP", read_back, DCP, 3),
         *_speeds(f"cold load {where}", read_back, size),
         # What a loader that is as fast as the disk would reach: the target may lie beyond it.
-        _told(
+        told(
             f"cold load {where}, bare disk, times as fast as DCP",
             _over(read_back[_best(read_back, DCP)], read_back[_best(read_back, RAW)]),
             "x",
@@ -115,7 +115,7 @@ def resharding(folder: Path, *, before: int, after: int) -> list[Measurement]:
         raise AssertionError(f"only {share:.0%} of the bytes were counted: reads went another way")
     where = f"cold load on {after} ranks of what {before} saved"
     return [
-        _at_most(f"{where}, bytes read for each needed", [share], "x", 1.05),
+        at_most(f"{where}, bytes read for each needed", [share], "x", 1.05),
         _times(f"{where}, times as fast as DCP", read_back, DCP, 2),
         *_speeds(where, read_back, needed),
     ]
@@ -159,9 +159,9 @@ def small_tensors(folder: Path) -> list[Measurement]:
         what = f"{verb} of {SMALL_TENSORS:,} tensors of 1 KiB"
         peer = _best(seconds, DCP)
         pairs = _over(seconds["holdfast"], seconds[peer])
-        found.append(_at_most(f"{what}, of DCP's time", pairs, "x", most))
-        told = ("holdfast", peer, "safetensors")
-        found += [_told(f"{what}, {name}", seconds[name], "s") for name in told]
+        found.append(at_most(f"{what}, of DCP's time", pairs, "x", most))
+        shown = ("holdfast", peer, "safetensors")
+        found += [told(f"{what}, {name}", seconds[name], "s") for name in shown]
     return found
 
 
@@ -176,13 +176,13 @@ def memory(folder: Path, *, ranks: int) -> list[Measurement]:
         extra = [(peak - staged * part) / MIB for peak, part in zip(peaks, parts, strict=True)]
         beyond = " beyond one staged copy" * staged
         name = f"extra memory of a {verb}{beyond}, {ranks} rank{'s' * (ranks > 1)}"
-        found.append(_at_most(name, [max(extra)], "MiB", EXTRA_MEMORY_BYTES // MIB))
+        found.append(at_most(name, [max(extra)], "MiB", EXTRA_MEMORY_BYTES // MIB))
     return found
 
 
-def on_ranks(gang: RankGang, function: Callable[..., T], *args: Any) -> list[T]:
+def on_ranks(gang: RankGang, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
     """``gang.run``, with time for a slow disk."""
-    gang.start(function, *args)
+    gang.start(function, *args, **kwargs)
     outcomes = gang.outcomes(CALL_S)
     for outcome in outcomes:
         if (error := outcome.failure()) is not None:
@@ -234,24 +234,6 @@ def _times(
 def _speeds(what: str, seconds: dict[str, list[float]], size_bytes: int) -> list[Measurement]:
     groups = [group for group in (RAW, DCP) if group.keys() <= seconds.keys()]
     return [
-        _told(f"{what}, {name}", [size_bytes / taken / 1e9 for taken in seconds[name]], "GB/s")
+        told(f"{what}, {name}", [size_bytes / taken / 1e9 for taken in seconds[name]], "GB/s")
         for name in ("holdfast", *(_best(seconds, group) for group in groups))
     ]
-
-
-def _told(name: str, values: Sequence[float], unit: str) -> Measurement:
-    return Measurement(
-        name=name, value=median(values), unit=unit, target="-", met=True, spread=spread(values)
-    )
-
-
-def _at_most(name: str, values: Sequence[float], unit: str, most: float) -> Measurement:
-    value = median(values)
-    return Measurement(
-        name=name,
-        value=value,
-        unit=unit,
-        target=f"\N{LESS-THAN OR EQUAL TO} {most:g}",
-        met=value <= most,
-        spread=spread(values) if len(values) > 1 else "-",
-    )

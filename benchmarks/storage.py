@@ -219,13 +219,13 @@ def drop_from_cache(path: Path) -> None:
 def extra_memory(call: Callable[[], object]) -> tuple[int, object]:
     """How far the process's memory rose over what it was, while the call ran; and its result."""
     ctypes.CDLL(None).malloc_trim(0)
-    before = _status("VmRSS")
+    before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
     result = call()
-    return _status("VmHWM") - before, result
+    return status("VmHWM") - before, result
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

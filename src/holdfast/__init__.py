@@ -15,12 +15,20 @@ if TYPE_CHECKING:  # the same names as in _names below, for those who read types
     from holdfast._shortcuts import load as load
     from holdfast._shortcuts import save as save
     from holdfast.catalog import CheckpointInfo as CheckpointInfo
+    from holdfast.catalog import keep_best as keep_best
+    from holdfast.catalog import keep_every as keep_every
+    from holdfast.catalog import keep_last as keep_last
+    from holdfast.catalog import keep_within as keep_within
     from holdfast.distributed import CheckpointFormat as CheckpointFormat
     from holdfast.distributed import CheckpointLoadResult as CheckpointLoadResult
     from holdfast.distributed import CheckpointOptions as CheckpointOptions
     from holdfast.distributed import DistributedCheckpoint as DistributedCheckpoint
     from holdfast.distributed import LoadOptions as LoadOptions
+    from holdfast.distributed import Preemption as Preemption
+    from holdfast.distributed import ResumeResult as ResumeResult
+    from holdfast.distributed import SaveHandle as SaveHandle
     from holdfast.distributed import SaveOptions as SaveOptions
+    from holdfast.distributed import SaveRecord as SaveRecord
     from holdfast.distributed import per_rank as per_rank
     from holdfast.format import CompressionLevel as CompressionLevel
 
@@ -41,7 +49,15 @@ _names = {
     "CompressionLevel": "format",
     "DistributedCheckpoint": "distributed",
     "LoadOptions": "distributed",
+    "Preemption": "distributed",
+    "ResumeResult": "distributed",
+    "SaveHandle": "distributed",
     "SaveOptions": "distributed",
+    "SaveRecord": "distributed",
+    "keep_best": "catalog",
+    "keep_every": "catalog",
+    "keep_last": "catalog",
+    "keep_within": "catalog",
     "load": "_shortcuts",
     "per_rank": "distributed",
     "save": "_shortcuts",

@@ -42,7 +42,10 @@ def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
         if thread.ident is not None:
             thread.join()
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # or the error and the frames that it knows would keep each other alive
 
 
 def _start(threads: list[threading.Thread], lane: Callable[[], None], count: int) -> None:

@@ -4,6 +4,7 @@
     ├── SaveError                       SAVE_FAILED
     │   ├── CheckpointExistsError
     │   ├── ReplicaMismatchError
+    │   ├── SaveInProgressError
     │   └── TornSnapshotError
     ├── LoadError                       LOAD_FAILED
     │   ├── CheckpointNotFoundError                                    KeyError
@@ -68,6 +69,7 @@ __all__ = [
     "RecomputationError",
     "ReplicaMismatchError",
     "SaveError",
+    "SaveInProgressError",
     "StorageError",
     "TensorNotFoundError",
     "TornSnapshotError",
@@ -159,6 +161,10 @@ class CheckpointExistsError(SaveError):
 
 class ReplicaMismatchError(SaveError):
     """Ranks that should hold the same values hold different ones."""
+
+
+class SaveInProgressError(SaveError):
+    """An earlier save is still under way, and this one was not to wait for it."""
 
 
 class TornSnapshotError(SaveError):

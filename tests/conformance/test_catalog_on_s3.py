@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from _servers import Fault, moto_server, proxy_to
 
-from holdfast.catalog import Catalog
+from holdfast.catalog import Catalog, keep_best, keep_last
 from holdfast.errors import CheckpointError, CheckpointExistsError, CorruptedError, SaveError
 from holdfast.resilience import RetryPolicy
 from holdfast.storage import open_storage, retrying
@@ -49,6 +49,23 @@ def assert_same(read, wanted):
     assert read["step"] == wanted["step"]
     assert np.array_equal(read["w"], wanted["w"])
     assert np.array_equal(read["b"], wanted["b"])
+
+
+def test_checkpoints_on_s3_are_pruned_and_their_names_can_be_saved_again(storage):
+    catalog = Catalog(storage)
+    for step in range(6):
+        catalog.write(f"s{step}", state(step, rows=5), metrics={"loss": (step - 1) ** 2})
+        catalog.prune(keep_last(2) | keep_best("loss"))
+    assert [info.prefix for info in catalog.list()] == ["s5", "s4", "s1"]
+    assert {info.key.split("/")[0] for info in storage.list() if "shard" in info.key} == {
+        "s5",
+        "s4",
+        "s1",
+    }
+    assert_same(catalog.read("s1"), state(1, rows=5))
+    catalog.write("s0", state(9, rows=5))
+    assert Catalog(storage).prune(keep_last(1)).deleted == ("s1", "s4", "s5")
+    assert_same(catalog.read("s0"), state(9, rows=5))
 
 
 @pytest.mark.parametrize("compression", ["none", "balanced"])

@@ -1,5 +1,7 @@
 """Every wrapper keeps the contract of what it wraps, alone and in the recommended order."""
 
+from holdfast.distributed._save_record import Timings
+from holdfast.distributed._timed import timed
 from holdfast.resilience import RetryPolicy
 from holdfast.storage import MemoryStorage, breaking, deadlined, limited, retrying
 from holdfast.testing import FaultyStorage, StorageConformance, seeded_rng
@@ -50,6 +52,13 @@ class TestLimitedInSmallPieces(StorageConformance):
 
     def make_storage(self, tmp_path):
         return limited(MemoryStorage(), read_bytes_per_s=1, write_bytes_per_s=1, clock=_NoWaiting())
+
+
+class TestTimed(StorageConformance):
+    """The one that a save puts around its storage."""
+
+    def make_storage(self, tmp_path):
+        return timed(MemoryStorage(), Timings())
 
 
 class TestFaultyWithoutFaults(StorageConformance):

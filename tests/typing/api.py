@@ -151,6 +151,18 @@ def mistakes(handler: FaultToleranceHandler) -> None:
     CheckpointError(path="a")  # type: ignore[call-arg]
 
 
+def saved(handle: holdfast.SaveHandle) -> None:
+    assert_type(handle.record, holdfast.SaveRecord | None)
+    assert_type(handle.prefix, str | None)
+    if handle.record is not None:
+        assert_type(handle.record.stall_s, float)
+        assert_type(handle.record.bytes_per_s, float)
+
+
+async def awaited(handle: holdfast.SaveHandle) -> None:
+    assert_type(await handle, str)
+
+
 def checkpoints(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert_type(holdfast.save({"model": model, "step": 3}, "runs/a/step_3", overwrite=True), str)
     state: dict[str, object] = {"model": model, "step": 0}
@@ -164,9 +176,29 @@ def checkpoints(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
         )
         prefix = ckpt.save(model, optimizer, how, extra={"mine": holdfast.per_rank(3)})
         assert_type(prefix, str)
+        handle = ckpt.save_async(model, optimizer, how, extra={"step": 3})
+        assert_type(handle, holdfast.SaveHandle)
+        handle.add_done_callback(saved)
+        assert_type(handle.result(timeout=60), str)
+        assert_type(handle.exception(), BaseException | None)
+        assert_type(handle.progress(), holdfast.distributed.Progress | None)
         which = holdfast.LoadOptions(checkpoint_prefix=prefix)
         result = ckpt.load(model, optimizer, which, extra=state)
         assert_type(result, holdfast.CheckpointLoadResult)
         assert_type(result.was_resharded, bool)
+        resumed = ckpt.resume(model, optimizer, extra=state)
+        assert_type(resumed, holdfast.ResumeResult | None)
+        if resumed is not None:
+            assert_type(resumed.step, int | None)
+            assert_type(resumed.passed_over, tuple[holdfast.distributed.PassedOver, ...])
+            assert_type(resumed.loaded, holdfast.CheckpointLoadResult)
         assert_type(ckpt.list_checkpoints(), list[holdfast.CheckpointInfo])
+        kept = holdfast.keep_last(3) | holdfast.keep_best("loss", 2, mode="max")
+        assert_type(kept, holdfast.catalog.Retention)
+        holdfast.CheckpointOptions(retention=kept | holdfast.keep_within(24))
+        assert_type(ckpt.catalog.prune(kept, dry_run=True), holdfast.catalog.PruneReport)
+        with holdfast.Preemption(ckpt, deadline_s=20, also=lambda: 30.0, every=10) as preemption:
+            assert_type(preemption.requested(), bool)
+            assert_type(preemption.remaining_s, float | None)
+            assert_type(preemption.save(model, optimizer, how, extra={"step": 3}), str)
         ckpt.delete_checkpoint(prefix)

@@ -220,6 +220,15 @@ def test_a_killed_hub_is_rank_0_dead_for_the_others(ranks):
     assert soon(lambda: all(everyone[rank].lost() == {0: DEAD} for rank in (1, 2, 3)))
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_what_asks_a_job_to_end_does_not_end_the_helpers_of_its_ranks(ranks, name):
+    everyone = ranks.all()
+    for rank in range(WORLD_SIZE):
+        ranks.signal(rank, getattr(signal, name))
+    ranks.signal(3, signal.SIGKILL)  # so that there is something to hear of
+    assert soon(lambda: all(everyone[rank].lost() == {3: DEAD} for rank in (0, 1, 2)))
+
+
 def test_a_stopped_helper_is_silent_until_it_goes_on(ranks):
     everyone = ranks.all(timeout_s=SHORT_S)
     ranks.signal(2, signal.SIGSTOP)

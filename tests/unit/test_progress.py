@@ -9,7 +9,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from holdfast.distributed._progress import Progress, ProgressMeter, RichProgress
+from holdfast.distributed._progress import Progress, ProgressMeter, RichProgress, bytes_in_words
 from holdfast.testing import FakeClock
 
 
@@ -58,6 +58,36 @@ def test_the_next_phase_counts_anew():
         ("write", 0, 10),
         ("write", 10, 10),
     ]
+
+
+@pytest.mark.parametrize("callback", [None, Heard()])
+def test_whoever_asks_is_told_how_far_it_is(callback):
+    meter = ProgressMeter(callback, operation="save", rank=2, clock=FakeClock())
+    assert meter.now() is None
+    with meter.phase("write", 10):
+        for done in (4, 7):
+            meter.tick(done - meter.now().done_bytes)
+            assert meter.now() == Progress(
+                operation="save", phase="write", done_bytes=done, total_bytes=10, rank=2
+            )
+    assert meter.now().done_bytes == 10
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (2**20 - 1, "1 MiB"),
+        (512 * 2**20, "512 MiB"),
+        (1000 * 2**20, "1000 MiB"),
+        (int(2.345 * 2**30), "2.34 GiB"),
+        (2**60, "1024 PiB"),
+    ],
+)
+def test_bytes_in_words(count, words):
+    assert bytes_in_words(count) == words
 
 
 @pytest.mark.parametrize("counted", [0, 30, 100, 170])

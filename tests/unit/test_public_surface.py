@@ -8,8 +8,8 @@ import holdfast
 
 SURFACE = {
     "catalog": """
-        Attempt Catalog CheckpointInfo Damage GcReport OpenCheckpoint TensorInfo
-        VerifyReport
+        Attempt Catalog CheckpointInfo Damage GcReport OpenCheckpoint PruneReport
+        Retention Scan TensorInfo Unreadable VerifyReport keep_best keep_every keep_last keep_within
     """,
     "contracts": """
         COMMIT_RECORD CheckpointStore Clock Collectives Coordinator Data EARLY_BYTES
@@ -20,8 +20,9 @@ SURFACE = {
         CheckpointFormat CheckpointInfo CheckpointLoadResult CheckpointMetadata
         CheckpointOptions CheckpointValidator CompatibilityChecker CompressionLevel Difference
         DistributedCheckpoint Finding FullReadChecker IntegrityChecker LoadOptions LoadReport
-        Progress RequiredMetadata ReshardingStrategy RichProgress SameWorldSize SaveOptions
-        ValidationResult per_rank
+        PassedOver Preemption Progress PruneReport RequiredMetadata ReshardingStrategy ResumeResult
+        Retention RichProgress SameWorldSize SaveHandle SaveOptions SaveRecord ValidationResult
+        keep_best keep_every keep_last keep_within per_rank
     """,
     "errors": """
         CheckpointError CheckpointExistsError CheckpointNotFoundError CircuitOpenError
@@ -29,6 +30,7 @@ SURFACE = {
         ErrorRecord IncompatibleVersionError LoadError NoSpaceError ObjectChangedError
         ObjectExistsError ObjectNotFoundError OperationTimeoutError RankFailedError
         RankLostError RankTimeoutError RecomputationError ReplicaMismatchError SaveError
+        SaveInProgressError
         StorageError TensorNotFoundError TornSnapshotError TransientStorageError UnknownLayerError
         ValidationError
     """,
@@ -36,7 +38,7 @@ SURFACE = {
         CHUNK_BYTES ChunkTable CommitRecord CompressionLevel DIGEST_BYTES DType LeafRef
         PerRank PlacedEntry ShardEntry ShardLayout StoredCut StoredFile StoredPlacement StoredTensor
         TorchValue ValuePath chunk_digests codec_for compressed decode_record decode_value
-        decompress_chunk digest dtype_of dtype_of_numpy encode_record encode_table
+        decompress_chunk digest digest_of dtype_of dtype_of_numpy encode_record encode_table
         encode_value entry_of_box file_digest header_bytes_needed leaf_digest numpy_dtype
         parse_shard_header parse_table per_rank_node plan_shard
     """,
@@ -62,7 +64,8 @@ SURFACE = {
 
 TOP = """
     CheckpointFormat CheckpointInfo CheckpointLoadResult CheckpointOptions CompressionLevel
-    DistributedCheckpoint LoadOptions SaveOptions load per_rank save
+    DistributedCheckpoint LoadOptions Preemption ResumeResult SaveHandle SaveOptions SaveRecord
+    keep_best keep_every keep_last keep_within load per_rank save
 """
 
 

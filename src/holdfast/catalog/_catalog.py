@@ -3,8 +3,9 @@
 This is the front of the room; the modules beside it do the work.
 """
 
+import datetime as dt
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,10 +17,12 @@ from holdfast.catalog._committed import Found, find_committed
 from holdfast.catalog._delete import delete_checkpoint, delete_replaced, roll_back
 from holdfast.catalog._info import CheckpointInfo, info_of
 from holdfast.catalog._intents import DEFAULT_LEASE_S, check_lease
-from holdfast.catalog._listing import Listing
+from holdfast.catalog._listing import Listing, Scan
 from holdfast.catalog._names import check_prefix
 from holdfast.catalog._opened import OpenCheckpoint
+from holdfast.catalog._prune import PruneReport, prune_checkpoints
 from holdfast.catalog._reading import Tick
+from holdfast.catalog._retention import Retention
 from holdfast.catalog._verify import VerifyReport, verify_checkpoint
 from holdfast.catalog._writing import (
     Facts,
@@ -74,6 +77,11 @@ class Catalog:
     def storage(self) -> Storage:
         return self._storage
 
+    @property
+    def lease_s(self) -> float:
+        """How long a save that began here, and has fallen silent, is taken for alive."""
+        return self._lease_s
+
     def write(
         self,
         prefix: str,
@@ -124,10 +132,15 @@ class Catalog:
             delete_replaced(self._storage, attempt.replaces)
         return info_of(prefix, record)
 
-    def begin(self, prefix: str, *, overwrite: bool = False) -> Attempt:
+    def begin(self, prefix: str, *, overwrite: bool = False, refers: Sequence[str] = ()) -> Attempt:
         """Announce a save whose files the caller writes; see ``Attempt.begin``."""
         return Attempt.begin(
-            self._storage, prefix, overwrite=overwrite, lease_s=self._lease_s, clock=self._clock
+            self._storage,
+            prefix,
+            overwrite=overwrite,
+            refers=refers,
+            lease_s=self._lease_s,
+            clock=self._clock,
         )
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
@@ -143,6 +156,11 @@ class Catalog:
         same time either may be, whichever returned first.
         """
         return self._listing.read()
+
+    def scan(self) -> Scan:
+        """As ``list``, with the records that cannot be read beside, each with its error, and
+        without a word in the log. ``StorageError`` only if the storage does not answer."""
+        return self._listing.scan()
 
     def info(self, prefix: str) -> CheckpointInfo:
         """``CheckpointNotFoundError`` if it is not committed."""
@@ -187,11 +205,30 @@ class Catalog:
     def delete(self, prefix: str) -> None:
         """Delete a committed checkpoint: its record first, then files that nothing else needs.
 
-        Files that another checkpoint or a save needs stay until gc finds them unneeded.
+        Files that another checkpoint or a save needs stay until that is deleted, or gc finds them
+        unneeded.
         ``StorageError`` if files stay because they could not be removed, or because something in
         the storage cannot be read that may need them; the checkpoint is gone all the same.
         """
         delete_checkpoint(self._storage, prefix)
+
+    def prune(self, retention: Retention, *, dry_run: bool = False) -> PruneReport:
+        """Delete every committed checkpoint that ``retention`` lets go, the oldest first; with
+        ``dry_run`` only report which those are.
+
+        The newest that is whole stays whatever ``retention`` says: every file it names is there,
+        with its size, header and table. So do those that are newer. If none is whole, or any
+        commit record cannot be read, nothing is deleted. What could not be deleted is in the
+        report; ``StorageError`` if it could not be found out what there is.
+        """
+        _checks.instance("retention", retention, Retention)
+        return prune_checkpoints(
+            self._storage,
+            self._listing.scan(),
+            retention,
+            now=dt.datetime.now(dt.UTC),
+            dry_run=dry_run,
+        )
 
     def rollback(self, prefix: str) -> None:
         """Remove whatever saves put under the prefix, committed or not, readable or not.

@@ -46,13 +46,16 @@ def collect_garbage(storage: Storage, *, tombstone_s: float = TOMBSTONE_S) -> Gc
     now_s = storage_time(storage)
     folders = survey(storage, now_s)
     readable = all(folder.problem is None for folder in folders.values())
-    given_up = {f.prefix for f in folders.values() if readable and _give_up(storage, f)}
-    needed = needed_in(folders.values(), given_up=given_up)
+    fenced = {f.prefix for f in folders.values() if readable and _give_up(storage, f)}
+    given_up = {attempt for prefix in fenced for attempt in folders[prefix].intents}
+    # One that woke up before it was fenced off may have committed, and others refer to it since.
+    current = survey(storage, now_s) if fenced else folders
+    needed = needed_in(current.values(), given_up=given_up)
     deleted: list[str] = []
     kept: dict[str, str] = {}
     for folder in folders.values():
         try:
-            reason = _collect(storage, folder, needed, deleted, fenced=folder.prefix in given_up)
+            reason = _collect(storage, folder, needed, deleted, fenced=folder.prefix in fenced)
         except CheckpointError as error:
             if error.transient:
                 raise

@@ -6,6 +6,7 @@ Knows the commit record and how it is put in place, compared and fenced; knows n
 import datetime as dt
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,6 +52,12 @@ class Found:
         putting its record there.
         """
         return self.record.state == COMMITTED
+
+    def named(self) -> Iterator[str]:
+        """The keys of the files that the record names, also in other folders."""
+        for file in self.record.files:
+            for name in file.names:
+                yield f"{file.prefix or self.prefix}/{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,13 @@
-"""Deletes a checkpoint that somebody names, but never a file that another one or a save needs.
+"""Deletes checkpoints that somebody names, but never a file that another one or a save needs.
 
-The commit record goes first, so that at every moment there is a whole checkpoint or none.
+The commit record goes first, so that at every moment there is a whole checkpoint or none. Only
+then is it looked up who needs its files.
 """
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -30,26 +32,69 @@ from holdfast.format import encode_record
 _log = logging.getLogger("holdfast.catalog")
 
 
-def delete_checkpoint(storage: Storage, prefix: str) -> None:
-    """Delete a committed checkpoint: its record first, then those of its files that nothing else
-    names. The others stay until gc finds them unneeded.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A record that was taken away, and the version of the tombstone in its place, if there is one
+    and it may be lifted."""
 
-    The record gives way to a tombstone, in one step and only if it is still the one that was
-    read: a save that replaces it at the same time either fails or is not deleted.
-    """
+    found: Found
+    tombstone: str | None
+
+
+def delete_checkpoint(storage: Storage, prefix: str) -> None:
+    """Delete a committed checkpoint: its record first, then those of the files it names that
+    nothing else needs. The others stay until what needs them is deleted, or gc finds them
+    unneeded."""
     check_prefix("prefix", prefix)
     try:
         found = find_committed(storage, prefix)
     except (CorruptedError, IncompatibleVersionError) as error:
         error.add_note("rollback removes a checkpoint that cannot be read.")
         raise
-    tombstone = _take_away(storage, prefix, found.info.version, found.record.fence)
-    with _gone(storage, prefix):
-        if has_model_files(found.record):
-            settle_index(storage, prefix)
-        folder = _delete_own(storage, found)
-        if tombstone is not None and (folder is None or not folder.intents):
-            lift(storage, prefix, tombstone)
+    for problem in clear_away(storage, [take_record(storage, found)]).values():
+        raise problem
+
+
+def take_record(storage: Storage, found: Found) -> Taken:
+    """Make a checkpoint none. Its record gives way to a tombstone, in one step and only if it is
+    still the one that was found: a save that replaces it at the same time either fails or is not
+    deleted. ``StorageError`` if it stays. Its files are for ``clear_away``."""
+    version, fences = found.info.version, found.record.fence
+    return Taken(found=found, tombstone=_take_away(storage, found.prefix, version, fences))
+
+
+def clear_away(
+    storage: Storage, taken: Sequence[Taken], *, tombstones: Mapping[str, str] | None = None
+) -> Mapping[str, StorageError]:
+    """Delete the files that these records named and nothing needs, and lift the tombstones.
+
+    One look at the storage does for all of them, since by now none is a checkpoint. Returns, by
+    prefix, why something could not be removed; that of one does not keep the others.
+    ``tombstones`` as for ``survey``.
+    """
+    known = {each.found.prefix: each.tombstone for each in taken if each.tombstone is not None}
+    try:
+        folders = survey(storage, storage_time(storage), tombstones={**(tombstones or {}), **known})
+    except CheckpointError as error:
+        return {each.found.prefix: _stays(storage, each.found.prefix, error) for each in taken}
+    needed = needed_in(folders.values())
+    problems: dict[str, StorageError] = {}
+    for each in taken:
+        prefix = each.found.prefix
+        try:
+            _clear(storage, each, folders.get(prefix), needed)
+        except CheckpointError as error:
+            problems[prefix] = _stays(storage, prefix, error)
+    return problems
+
+
+def _clear(storage: Storage, taken: Taken, folder: Folder | None, needed: Needed) -> None:
+    prefix = taken.found.prefix
+    if has_model_files(taken.found.record):
+        settle_index(storage, prefix)
+    _delete_named(storage, taken.found, needed)
+    if taken.tombstone is not None and (folder is None or not folder.intents):
+        lift(storage, prefix, taken.tombstone)
 
 
 def delete_replaced(storage: Storage, replaced: Found) -> None:
@@ -60,22 +105,20 @@ def delete_replaced(storage: Storage, replaced: Found) -> None:
     try:
         if has_model_files(replaced.record):
             settle_index(storage, replaced.prefix)
-        _delete_own(storage, replaced)
+        folders = survey(storage, storage_time(storage))
+        _delete_named(storage, replaced, needed_in(folders.values()))
     except CheckpointError as error:
         _log.warning("files of the replaced %s stay until gc: %s", replaced.prefix, error)
 
 
-def _delete_own(storage: Storage, gone: Found) -> Folder | None:
-    """Delete the files in its own folder of a record that is no more, but for those needed.
-    Returns what was in that folder. ``StorageError`` if it cannot be known which are needed."""
-    files = (file for file in gone.record.files if file.prefix is None)
-    own = [f"{gone.prefix}/{name}" for file in files for name in file.names]
-    folders = survey(storage, storage_time(storage))
-    needed = needed_in(folders.values())
-    if own:
+def _delete_named(storage: Storage, gone: Found, needed: Needed) -> None:
+    """Delete the files that a record named which is no more, but for those needed. Files of other
+    checkpoints, too: they may have outlived their own only because this one named them.
+    ``StorageError`` if it cannot be known which are needed."""
+    named = [*gone.named()]
+    if named:
         _refuse_blindly(needed)
-    _delete_all(storage, [key for key in own if not needed.holds(key)])
-    return folders.get(gone.prefix)
+    _delete_all(storage, [key for key in named if not needed.holds(key)])
 
 
 def roll_back(storage: Storage, prefix: str) -> None:
@@ -105,7 +148,7 @@ def roll_back(storage: Storage, prefix: str) -> None:
     with _gone(storage, prefix):
         if folder.has_index:
             settle_index(storage, prefix)
-        needed = needed_in(survey(storage, storage_time(storage)).values(), given_up={prefix})
+        needed = needed_in(survey(storage, storage_time(storage)).values(), given_up=folder.intents)
         _refuse_blindly(needed)
         shards = [
             key
@@ -194,11 +237,17 @@ def _gone(storage: Storage, prefix: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise StorageError(
-            f"this is no checkpoint any more, but not all of its files are removed: "
-            f"{error.message}; gc removes what nothing needs",
-            path=f"{storage.url}/{prefix}",
-        ) from error
+        raise _stays(storage, prefix, error) from error
+
+
+def _stays(storage: Storage, prefix: str, error: CheckpointError) -> StorageError:
+    problem = StorageError(
+        f"this is no checkpoint any more, but not all of its files are removed: {error.message}; "
+        "gc removes what nothing needs",
+        path=f"{storage.url}/{prefix}",
+    )
+    problem.__cause__ = error
+    return problem
 
 
 def _delete_all(storage: Storage, keys: Sequence[str]) -> None:

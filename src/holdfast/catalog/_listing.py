@@ -2,6 +2,7 @@
 asked: records are large, and what a version of one says never changes."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,27 @@ class _Known:
     info: CheckpointInfo | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A commit record that cannot be read, and why. Nobody knows which checkpoint it is of, but
+    for its name, nor how old that is."""
+
+    prefix: str
+    error: CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """All records of a storage: the committed checkpoints, the newest first, and what could not be
+    read. ``written_s`` is when the storage says that the record of each prefix was written, and
+    ``tombstones`` has the versions of those that say that nothing is there."""
+
+    infos: tuple[CheckpointInfo, ...]
+    unreadable: tuple[Unreadable, ...]
+    written_s: Mapping[str, float]
+    tombstones: Mapping[str, str]
+
+
 class Listing:
     """The committed checkpoints of a storage. Thread-safe."""
 
@@ -31,31 +53,30 @@ class Listing:
 
     def read(self) -> list[CheckpointInfo]:
         """Those there are now, the newest first. One whose record is damaged is left out, with a
-        warning; one that the storage will not give is an error.
-
-        Saves that committed at the same time may have the same ordinal. Then their writers'
-        clocks decide, and then their names, so that the order is always the same.
-        """
-        infos, unreadable = self._scan()
-        for error in unreadable:
-            if not isinstance(error, CorruptedError | IncompatibleVersionError):
-                raise error
-            _log.warning("left out of the list: %s", error)
-        return sorted(
-            infos, key=lambda info: (info.ordinal, info.timestamp, info.prefix), reverse=True
-        )
+        warning; one that the storage will not give is an error."""
+        found = self.scan()
+        for each in found.unreadable:
+            if not isinstance(each.error, CorruptedError | IncompatibleVersionError):
+                raise each.error
+            _log.warning("left out of the list: %s", each.error)
+        return [*found.infos]
 
     def next_ordinal(self) -> int:
         """For a save that is to be newer than all there are. Records that cannot be read count,
         too: each may be one newer than the one before it."""
-        infos, unreadable = self._scan()
-        newest = max((info.ordinal for info in infos), default=0)
-        return min(newest + len(unreadable) + 1, _MAX_ORDINAL)
+        found = self.scan()
+        newest = max((info.ordinal for info in found.infos), default=0)
+        return min(newest + len(found.unreadable) + 1, _MAX_ORDINAL)
 
-    def _scan(self) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
-        """What is committed, and why other records cannot be read."""
+    def scan(self) -> Scan:
+        """What is committed, the newest first, and why other records cannot be read. What may
+        pass is raised.
+
+        Saves that committed at the same time may have the same ordinal. Then their writers'
+        clocks decide, and then their names, so that the order is always the same.
+        """
         known: dict[str, _Known] = {}
-        unreadable: list[CheckpointError] = []
+        unreadable: list[Unreadable] = []
         records: dict[str, ObjectInfo] = {}
         own: set[str] = set()
         for info in self._storage.list():
@@ -72,12 +93,19 @@ class Listing:
             except CheckpointError as error:
                 if error.transient:
                     raise
-                unreadable.append(error)
+                unreadable.append(Unreadable(prefix=prefix, error=error))
                 continue
             if seen is not None:
                 known[prefix] = seen
         self._known = known
-        return [each.info for each in known.values() if each.info is not None], unreadable
+        infos = [each.info for each in known.values() if each.info is not None]
+        infos.sort(key=lambda info: (info.ordinal, info.timestamp, info.prefix), reverse=True)
+        return Scan(
+            infos=tuple(infos),
+            unreadable=tuple(unreadable),
+            written_s={prefix: record.modified_s for prefix, record in records.items()},
+            tombstones={p: each.version for p, each in known.items() if each.info is None},
+        )
 
     def _look(self, prefix: str, *, alone: bool) -> _Known | None:
         found = look(self._storage, prefix)

@@ -35,21 +35,21 @@ class Needed:
 
 def needed_in(folders: Iterable[Folder], *, given_up: Collection[str] = ()) -> Needed:
     """What must stay. A save that is not alive may still wake up and commit, and so needs what it
-    refers to, until it is fenced off: those in the folders ``given_up`` are."""
+    refers to, until it is fenced off: the attempts ``given_up`` are."""
     folders = list(folders)
-    waking = [folder for folder in folders if folder.prefix not in given_up]
     return Needed(
         keys=frozenset(key for folder in folders for key in folder.named()),
         prefixes=frozenset(
             prefix
-            for folder in waking
-            for intent in folder.intents.values()
+            for folder in folders
+            for attempt, intent in folder.intents.items()
+            if attempt not in given_up
             for prefix in intent.refers
         ),
         unreadable=tuple(
             folder.prefix
             for folder in folders
-            if folder.problem is not None or (folder.unknown and folder.prefix not in given_up)
+            if folder.problem is not None or not folder.unknown.issubset(given_up)
         ),
     )
 

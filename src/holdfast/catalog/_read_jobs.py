@@ -1,7 +1,7 @@
 """Pieces of shards to be read, gathered into requests, read, verified and copied to where they
 belong. Knows files that are open, not records."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -29,11 +29,13 @@ class Job(NamedTuple):
         return cls(shard, placed, piece, run_bytes(placed, piece.first, piece.last), into)
 
 
-def all_chunks(shards: Iterable[OpenShard]) -> Iterator[Job]:
-    """Jobs that read everything in these files, to be looked at and not kept."""
+def all_chunks(shards: Iterable[OpenShard], only: Mapping[str, Collection[str]]) -> Iterator[Job]:
+    """Jobs that read everything in these files, to be looked at and not kept; of a file that
+    ``only`` has, by its key, just the entries of those names."""
     step = BATCH_BYTES // CHUNK_BYTES
     for shard in shards:
-        for placed in shard.layout.entries:
+        names = only.get(shard.key, shard.layout.by_key)
+        for placed in (each for each in shard.layout.entries if each.key in names):
             for first in range(0, placed.chunks, step):
                 piece = Piece(first=first, last=min(first + step, placed.chunks), dst_offset=0)
                 yield Job.of(shard, placed, piece, memoryview(b""))

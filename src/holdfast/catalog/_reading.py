@@ -8,7 +8,7 @@ import difflib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -163,11 +163,13 @@ class TensorReader:
         self,
         shards: Iterable[OpenShard],
         *,
+        only: Mapping[str, Collection[str]] | None = None,
         turn: Callable[[], bool] = lambda: True,
         tick: Tick = lambda _: None,
     ) -> list[BadChunk]:
         """Read the chunks of these files, and return the damaged ones. ``turn`` is asked, batch
-        by batch, whether to read it."""
+        by batch, whether to read it. Of a file that ``only`` has, by its key, just the entries of
+        those names are read."""
         bad: list[BadChunk] = []
 
         def run(batch: Sequence[Job]) -> None:
@@ -180,7 +182,8 @@ class TensorReader:
                 bad.extend(unreadable(batch, error))
             tick(sum(job.nbytes for job in batch))
 
-        run_all((batch for batch in batches(all_chunks(shards)) if turn()), run, lanes=LANES)
+        jobs = all_chunks(shards, only or {})
+        run_all((batch for batch in batches(jobs) if turn()), run, lanes=LANES)
         return sorted(bad, key=lambda chunk: (chunk.key, chunk.entry, chunk.start))
 
     def check_stored(self, boxes: Sequence[tuple[str, Box]]) -> None:

@@ -35,17 +35,39 @@ class Folder:
     def named(self) -> Iterator[str]:
         """The keys of the files that the committed record names, also in other folders."""
         if self.found is not None and self.found.is_committed:
-            for file in self.found.record.files:
-                for name in file.names:
-                    yield f"{file.prefix or self.prefix}/{name}"
+            yield from self.found.named()
 
 
-def survey(storage: Storage, now_s: float) -> Mapping[str, Folder]:
+def survey(
+    storage: Storage, now_s: float, *, tombstones: Mapping[str, str] | None = None
+) -> Mapping[str, Folder]:
     """Every prefix with an object of a checkpoint in it. ``now_s`` is the storage's time.
 
+    ``tombstones`` are the versions of some, by prefix, which need not be read: an object store
+    keeps one for every checkpoint that was ever deleted. Their folders have no record then.
     An intent that cannot be read counts as alive for as long as leases usually last.
     """
     folders: dict[str, Folder] = {}
+    listed: dict[str, str] = {}
+    intents = _list_all(storage, folders, listed, tombstones or {})
+    for folder, attempt, info in intents:
+        _add_intent(storage, folder, attempt, info, now_s)
+    for folder in folders.values():
+        if folder.has_record:
+            _add_record(storage, folder)
+    while _add_news(storage, folders, listed, now_s):
+        pass
+    return folders
+
+
+def _list_all(
+    storage: Storage,
+    folders: dict[str, Folder],
+    listed: dict[str, str],
+    tombstones: Mapping[str, str],
+) -> list[tuple[Folder, str, ObjectInfo]]:
+    """Fill ``folders``, and ``listed`` with the versions of intents and records, without reading
+    any. Returns the intents, by folder and attempt."""
     intents: list[tuple[Folder, str, ObjectInfo]] = []
     indexed: set[str] = set()
     for info in storage.list():
@@ -58,34 +80,42 @@ def survey(storage: Storage, now_s: float) -> Mapping[str, Folder]:
         folder = folders.setdefault(prefix, Folder(prefix=prefix))
         if shard is not None:
             folder.shards.setdefault(shard, []).append(info.key)
-        elif intent is not None:
+            continue
+        listed[info.key] = info.version
+        if intent is not None:
             intents.append((folder, intent, info))
         else:
-            folder.has_record = True
+            folder.has_record = tombstones.get(prefix) != info.version
     for prefix in indexed & folders.keys():
         folders[prefix].has_index = True
-    for folder, attempt, info in intents:
-        _add_intent(storage, folder, attempt, info, now_s)
-    for folder in folders.values():
-        if folder.has_record:
-            _add_record(storage, folder)
-    _add_late_intents(storage, folders, now_s)
-    return folders
+    return intents
 
 
-def _add_late_intents(storage: Storage, folders: dict[str, Folder], now_s: float) -> None:
-    """Add the intents that came while the records were read: whoever read one as committed since
-    then, and has said so, may refer to what it names."""
+def _add_news(
+    storage: Storage, folders: dict[str, Folder], listed: dict[str, str], now_s: float
+) -> bool:
+    """Add the intents that came, and the records that came or changed, since they were listed.
+    Returns whether there were any.
+
+    Whoever read a record as committed, and has said so in an intent, may refer to what it names,
+    though it was deleted before it was read here. They may even have committed since.
+    """
+    news = False
     for info in storage.list():
         prefix, _, name = info.key.rpartition("/")
         attempt = attempt_of_intent(name)
-        if not prefix or attempt is None:
+        if not prefix or (attempt is None and name != COMMIT_RECORD):
             continue
+        before, listed[info.key] = listed.get(info.key), info.version
+        if before == info.version or (attempt is not None and before is not None):
+            continue  # also an intent that was renewed: it says what it said
+        news = True
         folder = folders.setdefault(prefix, Folder(prefix=prefix))
-        if attempt not in folder.intents:
+        if attempt is not None:
             _add_intent(storage, folder, attempt, info, now_s)
-            if attempt not in folder.intents:
-                _add_record(storage, folder)
+        if attempt is None or attempt not in folder.intents:
+            _add_record(storage, folder)
+    return news
 
 
 def _add_intent(

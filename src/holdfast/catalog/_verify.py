@@ -4,13 +4,13 @@ Damage is collected, not raised: whoever verifies wants to know all of it.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast import _checks
 from holdfast._lanes import run_all
 from holdfast.catalog._committed import Found, find_committed
-from holdfast.catalog._names import record_key
+from holdfast.catalog._names import attempt_of_shard, record_key
 from holdfast.catalog._opened import decoded
 from holdfast.catalog._placing import StoredBoxes
 from holdfast.catalog._reading import TensorReader, Tick
@@ -67,6 +67,20 @@ def verify_checkpoint(
     _checks.count("part[1]", of, least=1)
     if _checks.count("part[0]", nth, least=1) > of:
         raise ValueError(f"part must be (1, {of}) to ({of}, {of}), not {part!r}")
+    batches = itertools.count()
+    return _verified(storage, prefix, lambda: next(batches) % of == nth - 1, progress)
+
+
+def verify_structure(storage: Storage, prefix: str) -> VerifyReport:
+    """Verify that every file is there with its size, and every header, table and placement, as
+    ``verify_checkpoint`` does, but read no chunks: a few small requests for each file."""
+    return _verified(storage, prefix, None, lambda _: None)
+
+
+def _verified(
+    storage: Storage, prefix: str, turn: Callable[[], bool] | None, progress: Tick
+) -> VerifyReport:
+    """``turn`` is asked, batch by batch of chunks, whether to read it; without, none is."""
     try:
         found = find_committed(storage, prefix)
     except (CorruptedError, IncompatibleVersionError) as error:
@@ -75,24 +89,22 @@ def verify_checkpoint(
     damage: list[Damage] = []
     _check_values(found, damage)
     tensors = dict(_covered(found, damage))
-    batches = itertools.count()
     checked: list[int] = []
 
     def tick(nbytes: int) -> None:
         checked.append(nbytes)
         progress(nbytes)
 
-    def turn() -> bool:
-        return next(batches) % of == nth - 1
-
     files = len(found.record.files)
     for first in range(0, files, FILES_AT_ONCE):
         numbers = range(first, min(first + FILES_AT_ONCE, files))
         opened = _open(reader, numbers, damage)
-        _check_tensors(reader, tensors, numbers, opened, damage)
-        shards = [opened[index] for index in sorted(opened)]
-        bad = reader.verify(shards, turn=turn, tick=tick)
-        damage += [Damage(file=b.key, tensor=b.tensor, problem=b.description) for b in bad]
+        named = _check_tensors(reader, tensors, numbers, opened, damage)
+        if turn is not None:
+            shards = [opened[index] for index in sorted(opened)]
+            borrowed = {opened[index].key: named[index] for index in opened if _other(found, index)}
+            bad = reader.verify(shards, only=borrowed, turn=turn, tick=tick)
+            damage += [Damage(file=b.key, tensor=b.tensor, problem=b.description) for b in bad]
     return VerifyReport(
         prefix=prefix, files=files, checked_bytes=sum(checked), damage=tuple(damage)
     )
@@ -135,22 +147,29 @@ def _open(reader: TensorReader, numbers: range, damage: list[Damage]) -> dict[in
     return opened
 
 
+def _other(found: Found, index: int) -> bool:
+    """Whether a file is of another save: the record says which of its entries are its own."""
+    return attempt_of_shard(found.record.files[index].name) != found.record.attempt
+
+
 def _check_tensors(
     reader: TensorReader,
     tensors: dict[str, StoredBoxes],
     numbers: range,
     opened: dict[int, OpenShard],
     damage: list[Damage],
-) -> None:
-    """See that every part in these files is there as the record says. A tensor of which one is
-    not is damage once."""
+) -> dict[int, set[str]]:
+    """See that every part in these files is there as the record says, and return the names of
+    their entries, by file. A tensor of which one is not is damage once."""
+    named: dict[int, set[str]] = {index: set() for index in opened}
     for name, stored in [*tensors.items()]:
         try:
             for box, index in stored.in_files(numbers, opened):
-                reader.placed(name, box, opened[index])
+                named[index].add(reader.placed(name, box, opened[index]).key)
         except CorruptedError as error:
             damage.append(_damage(error, name))
             del tensors[name]
+    return named
 
 
 def _damage(error: CheckpointError, tensor: str | None = None) -> Damage:

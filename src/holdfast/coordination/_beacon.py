@@ -18,6 +18,7 @@ import json
 import os
 import resource
 import selectors
+import signal
 import socket
 import sys
 import time
@@ -27,6 +28,10 @@ LOOK_S = 0.05
 HANDSHAKE_S = 10.0
 HELLO_BYTES = 4096
 ORPHAN_S = 60.0
+
+# What asks a job to end is often sent to all of its processes. A rank may have work to finish then,
+# and would be taken for dead if its helper ended first.
+IGNORED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
 
 RUNNING, SILENT, DEAD, LEFT = "running", "silent", "dead", "left"
 # One byte each on the way to the hub.
@@ -329,6 +334,8 @@ class Beacon:
 
 
 def main() -> None:
+    for name in IGNORED:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         config = json.loads(stdin.readline())
     try:

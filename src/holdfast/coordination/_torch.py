@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from holdfast import _checks
 from holdfast.coordination._channel import Channel, Session, StoreFailedError, briefly
-from holdfast.coordination._exchange import Ranks, StoreExchange
+from holdfast.coordination._exchange import StoreExchange
 from holdfast.coordination._group import Alone, GroupCoordinator, titled
 from holdfast.coordination._liveness import Liveness
+from holdfast.coordination._meeting import Ranks
 from holdfast.coordination._turns import TurnBook
 from holdfast.errors import (
     CheckpointError,

@@ -1,8 +1,17 @@
 """Checkpoints of a training on any number of ranks: save on N, load on M."""
 
-from holdfast.catalog import CheckpointInfo
+from holdfast.catalog import (
+    CheckpointInfo,
+    PruneReport,
+    Retention,
+    keep_best,
+    keep_every,
+    keep_last,
+    keep_within,
+)
 from holdfast.distributed._capture import per_rank
 from holdfast.distributed._checkpoint import DistributedCheckpoint
+from holdfast.distributed._handle import SaveHandle
 from holdfast.distributed._options import (
     CheckpointFormat,
     CheckpointOptions,
@@ -10,6 +19,7 @@ from holdfast.distributed._options import (
     ReshardingStrategy,
     SaveOptions,
 )
+from holdfast.distributed._preemption import Preemption
 from holdfast.distributed._progress import Progress, RichProgress
 from holdfast.distributed._result import (
     CheckpointLoadResult,
@@ -17,6 +27,8 @@ from holdfast.distributed._result import (
     Difference,
     LoadReport,
 )
+from holdfast.distributed._resuming import PassedOver, ResumeResult
+from holdfast.distributed._save_record import SaveRecord
 from holdfast.distributed._validation import (
     CheckpointValidator,
     CompatibilityChecker,
@@ -45,12 +57,23 @@ __all__ = [
     "IntegrityChecker",
     "LoadOptions",
     "LoadReport",
+    "PassedOver",
+    "Preemption",
     "Progress",
+    "PruneReport",
     "RequiredMetadata",
     "ReshardingStrategy",
+    "ResumeResult",
+    "Retention",
     "RichProgress",
     "SameWorldSize",
+    "SaveHandle",
     "SaveOptions",
+    "SaveRecord",
     "ValidationResult",
+    "keep_best",
+    "keep_every",
+    "keep_last",
+    "keep_within",
     "per_rank",
 ]

@@ -1,26 +1,33 @@
 """What a state is made of: modules, optimizers and other statefuls in it become plain trees.
 
 Knows torch's ``state_dict`` protocol and the places things stand at; knows no names of leaves and
-no other rank. Nothing is copied: the tensors of the tree are the live ones.
+no other rank. Tensors are not copied: those of the tree are the live ones. Everything else that
+could still change is.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from holdfast.catalog._writing import storable_array
 from holdfast.distributed._modules import module_state, parameter_names
 from holdfast.distributed._optimizers import optimizer_state
+from holdfast.distributed._tensors import address
 from holdfast.errors import SaveError
 from holdfast.format import PerRank
 from holdfast.format._value_model import MAX_VALUE_DEPTH
 
 OPTIMIZER_CLASS: Final = "optimizer_class"
 """Under which key the state of an optimizer says what made it."""
+
+_PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 
 Place = tuple[Any, ...]
 """Where a value stands: the keys and indexes that lead to it."""
@@ -49,13 +56,16 @@ class Captured:
 
     ``agreed`` are the places of modules and optimizers, whose values must be the same on all
     ranks; ``buffers`` those of modules' buffers; ``own`` those that are each rank's own, where
-    the tree has a ``PerRank`` of one value.
+    the tree has a ``PerRank`` of one value. ``owned`` has where the tensors that optimizers change
+    are in memory, ``of_modules`` where those of modules are.
     """
 
     tree: object
     agreed: frozenset[Place]
     buffers: frozenset[Place]
     own: frozenset[Place]
+    owned: frozenset[int]
+    of_modules: frozenset[int]
 
 
 def capture(state: object) -> Captured:
@@ -67,7 +77,29 @@ def capture(state: object) -> Captured:
         agreed=frozenset(walk.agreed),
         buffers=frozenset(walk.buffers),
         own=frozenset(walk.own),
+        owned=frozenset(walk.owned),
+        of_modules=frozenset(walk.of_modules),
     )
+
+
+def leaves_in(tree: object) -> list[Any]:
+    """Every tensor and array of a captured tree, one that is there twice as often. Quick: training
+    waits for it."""
+    found = []
+    todo = [tree]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor | np.ndarray):
+            found.append(value)
+        elif type(value) in _PLAIN:
+            continue
+        elif isinstance(value, Mapping):
+            todo += reversed([*value.values()])
+        elif isinstance(value, list | tuple | deque):
+            todo += reversed(value)
+        elif isinstance(value, PerRank):
+            todo += reversed(value.values)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +167,8 @@ class _Walk:
     agreed: set[Place] = field(default_factory=set)
     buffers: set[Place] = field(default_factory=set)
     own: set[Place] = field(default_factory=set)
+    owned: set[int] = field(default_factory=set)
+    of_modules: set[int] = field(default_factory=set)
     _rebuild: Mapping[type, Callable[[Any, Place], object]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,11 +181,16 @@ class _Walk:
             list: self._items,
             tuple: lambda value, place: tuple(self._items(value, place)),
             deque: lambda value, place: deque(self._items(value, place), value.maxlen),
+            set: lambda value, _: set(value),
+            Counter: lambda value, _: Counter(value),
         }
 
     def value(self, value: object, place: Place) -> object:
         if value is None or isinstance(value, torch.Tensor | str | int | float):
             return value
+        if isinstance(value, np.ndarray):
+            # One that is no leaf, of texts or dates, is encoded later, and may change until then.
+            return value if storable_array(value) is not None else value.copy()
         rebuild = self._rebuild.get(type(value))
         if rebuild is not None:
             # What is deeper is not stored: whoever encodes it says so, though it has no end.
@@ -174,7 +213,11 @@ class _Walk:
         if isinstance(value, torch.optim.Optimizer):
             self.agreed.add(place)
             kind = {OPTIMIZER_CLASS: type(value).__qualname__}
-            return optimizer_state(value, names_for(value, self.parameters)) | kind
+            state = optimizer_state(value, names_for(value, self.parameters)) | kind
+            parameters = (each for group in value.param_groups for each in group["params"])
+            self.owned.update(map(address, chain(parameters, leaves_in(state))))
+            self.owned.discard(0)
+            return state
         try:
             inner = value.state_dict()
         except Exception as error:
@@ -188,6 +231,7 @@ class _Walk:
         state = module_state(module, place=".".join(map(str, place)))
         self.agreed.add(place)
         self.buffers.update((*place, name) for name in state.buffers)
+        self.of_modules.update(map(address, leaves_in(state.values)))
         return dict(state.values)
 
     def _dict(self, value: Mapping[Any, object], place: Place) -> dict[Any, object]:

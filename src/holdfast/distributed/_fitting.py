@@ -4,7 +4,7 @@ Knows every kind of thing a state is made of; what it finds goes into a ``Matchi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,16 +38,6 @@ class _Fitting:
     def __init__(self, found: Matching, open_at: frozenset[str]) -> None:
         self._found = found
         self._open_at = open_at
-        self._kinds: Sequence[tuple[Callable[[Any], bool], Callable[..., None]]] = (
-            (lambda target: isinstance(target, torch.Tensor), self._tensor),
-            (lambda target: isinstance(target, nn.Module), self._module),
-            (lambda target: isinstance(target, torch.optim.Optimizer), self._optimizer),
-            (lambda target: isinstance(target, np.ndarray), self._array),
-            (is_stateful, self._stateful),
-            (lambda target: type(target) in DICTS and _is_filled(target), self._dict),
-            (lambda target: type(target) in LISTS and _is_filled(target), self._list),
-            (lambda _: True, self._plain),
-        )
 
     def value(self, container: Any, key: Any, stored: object, place: str) -> None:
         """Find what fills the value at ``container[key]``, or is put there."""
@@ -59,7 +49,7 @@ class _Fitting:
             return
         for is_kind, find in self._kinds:
             if is_kind(target):
-                find(target, own, place, container, key)
+                find(self, target, own, place, container, key)
                 return
 
     def _dict(self, target: Any, stored: object, place: str, *_: object) -> None:
@@ -288,6 +278,19 @@ class _Fitting:
             ref = LeafRef(kind="array", name=stored.name)
             slot = found.add(Slot(place=place, ref=ref, like=Like(device=CPU)))
             found.builds.append(lambda staging: [ArrayFill(target, staging.get(slot))])
+
+    # Of the class and not of each one, which would keep itself alive, and with it all that it has
+    # found: a loader's workers, say.
+    _kinds: ClassVar[Sequence[tuple[Callable[[Any], bool], Callable[..., None]]]] = (
+        (lambda target: isinstance(target, torch.Tensor), _tensor),
+        (lambda target: isinstance(target, nn.Module), _module),
+        (lambda target: isinstance(target, torch.optim.Optimizer), _optimizer),
+        (lambda target: isinstance(target, np.ndarray), _array),
+        (is_stateful, _stateful),
+        (lambda target: type(target) in DICTS and _is_filled(target), _dict),
+        (lambda target: type(target) in LISTS and _is_filled(target), _list),
+        (lambda _: True, _plain),
+    )
 
 
 class _TensorFilling:

@@ -6,6 +6,7 @@ tensors to digest them.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from holdfast.catalog._shard_write import ArraySource, Source
 from holdfast.catalog._writing import storable_array
 from holdfast.distributed._capture import Captured, Place
+from holdfast.distributed._kept_source import KeptSource
+from holdfast.distributed._snapshot import Kept
 from holdfast.distributed._tensor_source import TensorSource, box_of
 from holdfast.distributed._tensors import (
     Like,
@@ -21,6 +24,7 @@ from holdfast.distributed._tensors import (
     check_storable,
     code_of,
     global_shape,
+    identity,
     memory_of,
 )
 from holdfast.errors import SaveError
@@ -30,6 +34,7 @@ from holdfast.format import (
     ShardEntry,
     ValuePath,
     digest,
+    digest_of,
     dtype_of_numpy,
     encode_value,
 )
@@ -72,6 +77,8 @@ class Held:
 
     def source(self, entry: ShardEntry, part: Part) -> Source:
         """The bytes of a part of it, for a shard."""
+        if isinstance(self.memory, Kept):
+            return KeptSource(entry=entry, kept=self.memory, part=part)
         if isinstance(self.memory, torch.Tensor):
             return TensorSource(entry=entry, tensor=box_of(self.memory, part.local))
         where = tuple(map(slice, part.local.start, part.local.stop))
@@ -80,12 +87,14 @@ class Held:
     def version(self) -> int | None:
         """Goes up when torch changes the values in place. NumPy's changes, and those by fused
         optimizers or ``.data``, are not counted."""
-        if isinstance(self.memory, np.ndarray) or self.memory.is_inference():
+        if not isinstance(self.memory, torch.Tensor) or self.memory.is_inference():
             return None
         return int(self.memory._version)  # noqa: SLF001 -- nothing public tells
 
     def sample(self) -> bytes:
         """A digest of its first and last few bytes: enough to tell two trainings apart."""
+        if isinstance(self.memory, Kept):
+            return self._sample_kept(self.memory)
         if isinstance(self.memory, np.ndarray) or not self.memory.is_contiguous():
             return b""
         flat = self.memory.reshape(-1)
@@ -93,9 +102,18 @@ class Held:
         return digest(memory_of(ends))
 
     def digest(self) -> bytes:
+        if isinstance(self.memory, Kept):
+            return digest_of(self.memory.read(0, self.memory.nbytes))
         if isinstance(self.memory, np.ndarray):
             return digest(np.ascontiguousarray(self.memory).reshape(-1).view(np.uint8).data)
         return digest(memory_of(self.memory.contiguous().cpu()))
+
+    def _sample_kept(self, kept: Kept) -> bytes:
+        if self.like is None or not kept.is_contiguous:
+            return b""
+        count = min(kept.nbytes, _SAMPLE * self.dtype.itemsize)
+        ends = chain(kept.read(0, count), kept.read(kept.nbytes - count, kept.nbytes))
+        return digest_of(ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +157,10 @@ class Naming:
         return self.model is not None and place[: len(self.model)] == self.model
 
 
-def flatten(captured: Captured, naming: Naming) -> Flat:
-    """``SaveError`` for what cannot be stored, with its place and type."""
-    walk = _Leaves(captured=captured, naming=naming)
+def flatten(captured: Captured, naming: Naming, kept: Mapping[int, Kept] | None = None) -> Flat:
+    """``SaveError`` for what cannot be stored, with its place and type. ``kept`` has what a
+    snapshot kept of each tensor and array, by its ``id``; without it they are the live ones."""
+    walk = _Leaves(captured=captured, naming=naming, kept=kept)
     cut = dict(_cut(captured.tree, captured.agreed))
     # A tensor that is seen several times is called after its place in the model.
     encoded = {
@@ -211,6 +230,7 @@ def _cut(tree: object, agreed: frozenset[Place]) -> Iterator[tuple[Place, object
 class _Leaves:
     captured: Captured
     naming: Naming
+    kept: Mapping[int, Kept] | None
     shared: dict[str, Held] = field(default_factory=dict)
     own: dict[str, Held] = field(default_factory=dict)
     model: set[str] = field(default_factory=set)
@@ -219,16 +239,20 @@ class _Leaves:
 
     def at(self, base: Place) -> Callable[[ValuePath, object], LeafRef | None]:
         def leaf(path: ValuePath, value: object) -> LeafRef | None:
-            if isinstance(value, torch.Tensor):
-                return self._leaf("tensor", (*base, *path), value)
-            array = storable_array(value)
-            return None if array is None else self._leaf("array", (*base, *path), array)
+            kept = None if self.kept is None else self.kept.get(id(value))
+            shown = value if kept is None else kept.leaf.shown
+            if isinstance(shown, torch.Tensor):
+                return self._leaf("tensor", (*base, *path), shown, kept)
+            array = storable_array(shown)
+            return None if array is None else self._leaf("array", (*base, *path), array, kept)
 
         return leaf
 
-    def _leaf(self, kind: Literal["tensor", "array"], place: Place, value: Any) -> LeafRef:
+    def _leaf(
+        self, kind: Literal["tensor", "array"], place: Place, value: Any, kept: Kept | None
+    ) -> LeafRef:
         own_at = self._own_step(place)
-        key = (own_at is None, *_identity(value))
+        key = (own_at is None, *(identity(value) if kept is None else (id(kept.leaf),)))
         name = self._seen.get(key)
         if name is not None:
             return LeafRef(kind=kind, name=name)
@@ -236,7 +260,7 @@ class _Leaves:
         is_own = own_at is not None or name in self.naming.differing
         if is_own and own_at is None:
             name = self._free(f"{name}.@{self.naming.rank}")
-        held = self._held(name, place, value)
+        held = self._held(name, place, value, kept)
         self._seen[key] = name
         if self.naming.is_in_model(place):
             self.model.add(name)
@@ -251,20 +275,22 @@ class _Leaves:
             self.shared[name] = held
         return LeafRef(kind=kind, name=name)
 
-    def _held(self, name: str, place: Place, value: Any) -> Held:
+    def _held(self, name: str, place: Place, value: Any, kept: Kept | None) -> Held:
         is_agreed = self._is_agreed(place)
+        if kept is not None:
+            kept.leaf.name = name
         if isinstance(value, np.ndarray):
             return Held(
                 name=name,
                 dtype=dtype_of_numpy(value.dtype),
                 shape=value.shape,
-                memory=value,
+                memory=value if kept is None else kept,
                 like=None,
                 is_agreed=is_agreed,
                 is_checked=not is_agreed,
             )
         try:
-            memory = check_storable(value)
+            memory = check_storable(value) if kept is None else kept
             dtype = code_of(value.dtype)
             like = Like.of(value)
         except Unstorable as refusal:
@@ -304,29 +330,6 @@ class _Leaves:
             free, n = f"{name}~{n}", n + 1
         self._taken.add(free)
         return free
-
-
-def _identity(value: Any) -> tuple[Any, ...]:
-    """Equal for two tensors or arrays that are the same memory seen in the same way."""
-    if isinstance(value, np.ndarray):
-        start = value.__array_interface__["data"][0] if value.size else id(value)
-        return (start, value.shape, value.strides, value.dtype)
-    local = getattr(value, "_local_tensor", value)
-    try:
-        start = local.data_ptr()
-        if not local.numel():  # an empty part of a tensor may be tied, too
-            start = local.untyped_storage()._cdata  # noqa: SLF001 -- there even where there is no data
-    except (NotImplementedError, RuntimeError):  # a tensor without storage: it is refused later
-        return (id(value),)
-    return (
-        start,
-        local.is_conj(),
-        local.is_neg(),
-        value.dtype,
-        value.shape,
-        local.stride(),
-        getattr(value, "placements", None),
-    )
 
 
 def _text(name: str) -> str:

@@ -130,6 +130,7 @@ class _Loading:
         with operation.phase("settle"):
             operation.barrier()
             self._settled = True
+            self._tools.recent.prefix = self._prefix
         return Loaded(
             metadata=metadata,
             tree=tree,
@@ -239,10 +240,11 @@ class _Loading:
         if has_ranks(chosen):
             return
         make = matching.whole(chosen, RNG)
+        not_restored = matching.not_restored  # a build that knew the matching would keep it alive
 
         def build(staging: Staging) -> list[Action]:
             fill = RngFill(make(staging))
-            matching.not_restored += [f"{RNG}.{name}" for name in fill.left_out]
+            not_restored.extend(f"{RNG}.{name}" for name in fill.left_out)
             return [fill]
 
         matching.builds.append(build)

@@ -9,13 +9,16 @@ import fnmatch
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from holdfast import _checks
+from holdfast.catalog import Retention
 from holdfast.catalog._catalog import checked_metrics, checked_step
 from holdfast.catalog._names import check_prefix
 from holdfast.contracts import Storage
+from holdfast.distributed._pool import LEAST_BYTES
 from holdfast.distributed._progress import ProgressCallback
+from holdfast.distributed._save_record import OnSave
 from holdfast.distributed._validation import (
     CompatibilityChecker,
     IntegrityChecker,
@@ -27,6 +30,9 @@ from holdfast.storage import StorageOptions
 
 ReshardingStrategy = Literal["parallel", "broadcast", "simple"]
 """How ranks share the reading; see ``LoadOptions``."""
+
+SnapshotMode = Literal["live", "copy"]
+WhenBusy = Literal["wait", "refuse"]
 
 RankRemap = Callable[[int, int, int], int]
 """``(rank, world_size, saved_world_size)`` to the saved rank to take after."""
@@ -61,7 +67,17 @@ class SaveOptions:
     ``check_replicas``: compare every replicated tensor between ranks, not only buffers.
     ``replicas_from``: where replicas differ, store this rank's; ``None`` refuses
     (``ReplicaMismatchError``).
+    ``incremental``: tensors whose bytes an earlier checkpoint of this storage has, as the digests
+    say, are referred to there, not written again. The checkpoint then needs that one's files, which
+    stay when that one is deleted. Only for ``MULTI_SHARD``.
     ``progress``: told how far this rank is; what it raises ends the save.
+
+    For ``save_async`` only:
+    ``snapshot``: how the state is kept as it is while training goes on. ``"live"`` copies what
+    torch optimizers own in the background and, before one steps, what is left; ``"copy"`` copies
+    all of it before ``save_async`` returns.
+    ``when_busy``: while the last save is under way, ``"wait"`` for it or ``"refuse"``
+    (``SaveInProgressError``).
     """
 
     checkpoint_prefix: str | None = None
@@ -76,10 +92,16 @@ class SaveOptions:
     overwrite: bool = False
     check_replicas: bool = False
     replicas_from: int | None = None
+    incremental: bool = False
     progress: ProgressCallback | None = None
+    snapshot: SnapshotMode = "live"
+    when_busy: WhenBusy = "wait"
 
     def __post_init__(self) -> None:
+        _one_of("snapshot", self.snapshot, SnapshotMode)
+        _one_of("when_busy", self.when_busy, WhenBusy)
         _flags(self, "include_optimizer", "include_rng_state", "overwrite", "check_replicas")
+        _flags(self, "incremental")
         _common(self)
         _set(self, "format", _member("format", self.format, CheckpointFormat))
         level = _member("compression_level", self.compression_level, CompressionLevel)
@@ -88,6 +110,11 @@ class SaveOptions:
             raise ValueError(
                 f"compression_level {level.value!r} is refused: Hugging Face files cannot be "
                 "compressed; use MULTI_SHARD or compression_level=NONE"
+            )
+        if self.incremental and self.format is not CheckpointFormat.MULTI_SHARD:
+            raise ValueError(
+                f"incremental=True is refused with format {self.format.value!r}: its files are to "
+                "be handed on, and would lack what is in other checkpoints; use MULTI_SHARD"
             )
         _set(self, "custom_metadata", _custom(self.custom_metadata))
         _set(self, "metrics", _Frozen(checked_metrics(self.metrics)))
@@ -133,12 +160,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _flags(self, "load_optimizer", "load_rng_state", "skip_validation", "strict", "in_place")
         _common(self)
-        known = get_args(ReshardingStrategy)
-        if self.resharding_strategy not in known:
-            raise ValueError(
-                f"resharding_strategy must be one of {', '.join(map(repr, known))}, not "
-                f"{self.resharding_strategy!r}"
-            )
+        _one_of("resharding_strategy", self.resharding_strategy, ReshardingStrategy)
         if self.include is not None:
             _set(self, "include", _patterns(self.include))
         _callable("remap", self.remap)
@@ -166,6 +188,10 @@ class CheckpointOptions:
     request to a storage that is opened here, and the writing of a file to one that is given.
     ``integrity_checkers`` and ``compatibility_checkers`` are asked before every load.
     ``default_timeout_s``: how long ranks wait for each other unless a call says otherwise.
+    ``retention``: which checkpoints of the storage stay after each save; ``None`` deletes none.
+    ``staging_bytes``: the most memory that ``save_async`` holds for copies of this rank's state.
+    ``None`` is as much as the state takes, if that is at most half of what is free.
+    ``on_save``: told what each save took, and how it ended, by whichever thread saved.
     """
 
     storage: StorageOptions | Storage | str | os.PathLike[str] = DEFAULT_STORAGE
@@ -173,6 +199,9 @@ class CheckpointOptions:
     integrity_checkers: Sequence[IntegrityChecker] = ()
     compatibility_checkers: Sequence[CompatibilityChecker] = ()
     default_timeout_s: float = 600.0
+    retention: Retention | None = None
+    staging_bytes: int | None = None
+    on_save: OnSave | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.storage, StorageOptions | str | os.PathLike) or not self.storage:
@@ -182,6 +211,10 @@ class CheckpointOptions:
             _set(self, name, checked_checkers(name, getattr(self, name)))
         timeout_s = _checks.seconds("default_timeout_s", self.default_timeout_s)
         _set(self, "default_timeout_s", timeout_s)
+        if self.retention is not None:
+            _checks.instance("retention", self.retention, Retention)
+        checked_staging(self.staging_bytes)
+        _callable("on_save", self.on_save)
 
 
 class _Frozen(Mapping[str, V]):
@@ -221,6 +254,22 @@ def _common(options: SaveOptions | LoadOptions) -> None:
     if options.timeout_s is not None:
         _set(options, "timeout_s", _checks.seconds("timeout_s", options.timeout_s))
     _callable("progress", options.progress)
+
+
+def _one_of(name: str, value: object, kind: Any) -> None:
+    known = get_args(kind)
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")
+
+
+def checked_staging(staging_bytes: object) -> int | None:
+    """``staging_bytes``, or ``ValueError`` unless a state can be copied through so much memory."""
+    if staging_bytes is None:
+        return None
+    checked = _checks.count("staging_bytes", staging_bytes, least=0)
+    if checked < LEAST_BYTES:
+        raise ValueError(f"staging_bytes must be at least {LEAST_BYTES}, not {checked}")
+    return checked
 
 
 def _callable(name: str, value: object) -> None:

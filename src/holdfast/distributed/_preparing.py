@@ -22,6 +22,7 @@ from holdfast.distributed._capture import Captured, Place, RankOwn, capture
 from holdfast.distributed._flat import Flat, Naming, flatten, list_leaves
 from holdfast.distributed._options import CheckpointFormat, SaveOptions
 from holdfast.distributed._rng import RNG, capture_rng
+from holdfast.distributed._snapshots import Taken
 from holdfast.distributed._summary import OwnLeaf
 from holdfast.distributed._tools import Tools
 from holdfast.errors import SaveError
@@ -43,6 +44,16 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """This rank's own state, looked at by itself. With ``taken`` it is that of this moment, though
+    it goes on changing; without, nothing may change it."""
+
+    facts: Facts
+    captured: Captured
+    taken: Taken | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A save that can begin. ``tree`` is of all ranks, and known to rank 0 only."""
 
@@ -61,8 +72,9 @@ class Preparing:
         self._rank = rank
         self._options = request.options
 
-    def capture(self) -> tuple[Facts, Captured, Flat]:
-        """This rank's own state, looked at by itself."""
+    def look(self) -> Looked:
+        """Look at this rank's own state. ``SaveError`` for what cannot be stored, as far as it
+        can be told from here."""
         state = self._request.state
         if self._request.rng:
             state = {**state, RNG: RankOwn(capture_rng())}  # type: ignore[dict-item]
@@ -71,18 +83,22 @@ class Preparing:
             metrics=dict(self._options.metrics),
             custom=encode_value(dict(self._options.custom_metadata), root="custom_metadata"),
         )
-        captured = capture(state)
-        return facts, captured, flatten(captured, self._naming())
+        return Looked(facts=facts, captured=capture(state))
 
-    def agree(self, operation: Operation, facts: Facts, captured: Captured, flat: Flat) -> Prepared:
+    def flatten(self, looked: Looked, differing: frozenset[str] = frozenset()) -> Flat:
+        """The leaves of it. ``SaveError`` for what cannot be stored."""
+        kept = None if looked.taken is None else looked.taken.kept
+        return flatten(looked.captured, self._naming(differing), kept)
+
+    def agree(self, operation: Operation, looked: Looked, flat: Flat) -> Prepared:
         """Compare with the other ranks. All of them call this."""
         self._check_options(operation)
-        flat = self._settle_replicas(operation, captured, flat)
+        flat = self._settle_replicas(operation, looked, flat)
         arrangement = self._arrange(operation, flat)
         tree = merge_trees(operation, flat)
-        return Prepared(facts=facts, flat=flat, arrangement=arrangement, tree=tree)
+        return Prepared(facts=looked.facts, flat=flat, arrangement=arrangement, tree=tree)
 
-    def _naming(self, differing: frozenset[str] = frozenset()) -> Naming:
+    def _naming(self, differing: frozenset[str]) -> Naming:
         is_consolidated = self._options.format is CheckpointFormat.CONSOLIDATED
         model = self._request.model if is_consolidated else None
         return Naming(rank=self._rank, model=model, differing=differing)
@@ -95,16 +111,18 @@ class Preparing:
                 f"{options.replicas_from}"
             )
         own = {
+            "step": options.step,
             "checkpoint_prefix": options.checkpoint_prefix,
             "format": options.format.value,
             "compression_level": options.compression_level.value,
             "overwrite": options.overwrite,
+            "incremental": options.incremental,
             "check_replicas": options.check_replicas,
             "replicas_from": options.replicas_from,
         }
         check_same(operation, own, SaveError)
 
-    def _settle_replicas(self, operation: Operation, captured: Captured, flat: Flat) -> Flat:
+    def _settle_replicas(self, operation: Operation, looked: Looked, flat: Flat) -> Flat:
         """Compare what ranks hold several times; what may differ becomes each rank's own."""
         if operation.world_size == 1:
             return flat
@@ -116,7 +134,7 @@ class Preparing:
             raise mismatch([*wrong.values()])
         own = frozenset(each.name for each in differing) - wrong.keys()
         if own:
-            flat = flatten(captured, self._naming(own))
+            flat = self.flatten(looked, own)
         if wrong and chosen != self._rank:
             _log.warning("of %s the copy of rank %s is saved", ", ".join(wrong), chosen)
             flat = flat.without(wrong)

@@ -19,6 +19,8 @@ Operation = Literal["save", "load"]
 EVERY_S: Final = 0.1
 """A callback hears no more often than this while a phase lasts."""
 
+_KIBI: Final = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
@@ -95,26 +97,43 @@ class ProgressMeter:
         finally:
             self._telling.release()
 
-    def _tell(self) -> None:
-        """Call the callback; the caller holds ``_telling``."""
-        if self._error is not None:
-            raise self._error
-        if self._callback is None:
-            return
+    def now(self) -> Progress | None:
+        """How far it is, whether or not there is a callback; ``None`` before the first phase."""
         with self._counting:
-            now = Progress(
+            if not self._phase:
+                return None
+            return Progress(
                 operation=self._operation,
                 phase=self._phase,
                 done_bytes=self._done,
                 total_bytes=self._total,
                 rank=self._rank,
             )
+
+    def _tell(self) -> None:
+        """Call the callback; the caller holds ``_telling``."""
+        if self._error is not None:
+            raise self._error
+        now = self.now()
+        if self._callback is None or now is None:
+            return
         try:
             self._callback(now)
         except BaseException as error:
             self._error = error
             raise
         self._told_s = self._clock.now()
+
+
+def bytes_in_words(count: int) -> str:
+    """A number of bytes in few digits, such as ``512 MiB``."""
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    unit = next(units)
+    for larger in units:
+        if round(size) < _KIBI:
+            break
+        size, unit = size / _KIBI, larger
+    return f"{size:.0f} {unit}" if size >= _KIBI / 10 else f"{size:.3g} {unit}"
 
 
 class RichProgress:

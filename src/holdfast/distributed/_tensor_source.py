@@ -1,6 +1,6 @@
 """The bytes of a tensor on their way to a shard. Knows its memory on this rank, and no layouts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ class TensorSource:
             for start in range(0, len(data), CHUNK_BYTES):
                 yield data[start : start + CHUNK_BYTES]
             return
-        yield from _rechunked(_blocks(tensor))
+        yield from rechunked(memoryview(block.numpy()) for block in _blocks(tensor))
 
 
 def box_of(local: torch.Tensor, box: Box) -> torch.Tensor:
@@ -59,11 +59,11 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _blocks(tensor[start])
 
 
-def _rechunked(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
+def rechunked(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
     """Blocks cut anew into chunks; one that spans two of them is joined."""
     rest: Any = b""
     for block in blocks:
-        data = memoryview(block.numpy())
+        data = block
         if rest:
             need = min(CHUNK_BYTES - len(rest), len(data))
             rest = b"".join((rest, data[:need]))

@@ -7,8 +7,9 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -114,6 +115,40 @@ def _whole(shape: tuple[int, ...]) -> tuple[Part, ...]:
     return () if box.is_empty else (Part(box=box, local=box, array_shape=shape),)
 
 
+def address(value: Any) -> int:
+    """Where the memory of a tensor on this rank begins, or that of an array; 0 if it has none."""
+    if isinstance(value, np.ndarray):
+        return int(value.__array_interface__["data"][0]) if value.size else 0
+    local = value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001 -- as local_of
+    try:
+        return local.data_ptr()  # type: ignore[no-any-return]
+    except (NotImplementedError, RuntimeError):  # a tensor without storage
+        return 0
+
+
+def identity(value: Any) -> tuple[Any, ...]:
+    """Equal for two tensors or arrays that are the same memory seen in the same way."""
+    if isinstance(value, np.ndarray):
+        start = value.__array_interface__["data"][0] if value.size else id(value)
+        return (start, value.shape, value.strides, value.dtype)
+    local = getattr(value, "_local_tensor", value)
+    try:
+        start = local.data_ptr()
+        if not local.numel():  # an empty part of a tensor may be tied, too
+            start = local.untyped_storage()._cdata  # noqa: SLF001 -- there even where there is no data
+    except (NotImplementedError, RuntimeError):  # a tensor without storage: it is refused later
+        return (id(value),)
+    return (
+        start,
+        local.is_conj(),
+        local.is_neg(),
+        value.dtype,
+        value.shape,
+        local.stride(),
+        getattr(value, "placements", None),
+    )
+
+
 def code_of(dtype: torch.dtype) -> DType:
     """The format's type for a torch dtype; ``Unstorable`` if it has none."""
     try:
@@ -135,6 +170,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return tensor
     return tensor.detach()
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether its memory here may be a part of it."""
+    return isinstance(tensor, DTensor)
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -162,9 +202,21 @@ def check_storable(tensor: torch.Tensor) -> torch.Tensor:
                 f"has a local part of shape {tuple(local.shape)} where its placements "
                 f"{tensor.placements} make {shape}"
             )
+    if not has_memory(local):
+        raise Unstorable("has no values: its memory was given back (untyped_storage().resize_(0))")
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     return local
+
+
+def has_memory(local: torch.Tensor) -> bool:
+    """Whether all elements are there. To read what was given back could end the process."""
+    if not local.numel():
+        return True
+    last = local.storage_offset()
+    for length, stride in zip(local.shape, local.stride(), strict=True):
+        last += (length - 1) * stride
+    return bool((last + 1) * local.element_size() <= local.untyped_storage().nbytes())
 
 
 def memory_of(local: torch.Tensor) -> memoryview:

@@ -8,6 +8,7 @@ from holdfast.catalog import Catalog
 from holdfast.contracts import Coordinator, Storage
 from holdfast.coordination import TorchCoordinator
 from holdfast.distributed._bulk import Bulk
+from holdfast.distributed._upkeep import Upkeep
 from holdfast.distributed._validation import CheckpointValidator
 from holdfast.errors import CheckpointError
 from holdfast.resilience import FaultToleranceHandler
@@ -31,6 +32,13 @@ class Remembered:
         return found
 
 
+class Recent:
+    """The checkpoint that was last saved or loaded: the next one may refer to it. Used by one
+    thread at a time."""
+
+    prefix: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
     """Shared by the saves and loads of one checkpointer."""
@@ -41,6 +49,8 @@ class Tools:
     validator: CheckpointValidator
     bulk: Bulk
     plans: Remembered = field(default_factory=Remembered)
+    recent: Recent = field(default_factory=Recent)
+    upkeep: Upkeep | None = None
 
     @property
     def storage(self) -> Storage:

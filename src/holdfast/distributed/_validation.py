@@ -270,12 +270,15 @@ def _wrong_files(storage: Storage, found: Found) -> Iterator[Finding]:
 
 def _run(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """What a check finds. One that fails has found that: it must not pass for one that is
-    content, and the others must still run."""
+    content, and the others must still run. But a storage that does not answer just now says
+    nothing of the checkpoint."""
     found: list[Finding] = []
     try:
         for finding in check():
             found.append(_checks.instance("what a check finds", finding, Finding))  # noqa: PERF401 -- what came before an error counts
-    except Exception as error:  # noqa: BLE001 -- outsiders' code
+    except Exception as error:
+        if isinstance(error, CheckpointError) and error.transient:
+            raise
         _log.warning("the check %r failed", name, exc_info=error)
         found.append(Finding.error(f"the check {name!r} failed: {type(error).__name__}: {error}"))
     return found

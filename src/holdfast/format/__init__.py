@@ -3,7 +3,14 @@
 from holdfast.format._chunk_table import ChunkTable, encode_table, file_digest, parse_table
 from holdfast.format._codecs import CompressionLevel, codec_for, decompress_chunk
 from holdfast.format._compressing import compressed
-from holdfast.format._digest import CHUNK_BYTES, DIGEST_BYTES, chunk_digests, digest, leaf_digest
+from holdfast.format._digest import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    chunk_digests,
+    digest,
+    digest_of,
+    leaf_digest,
+)
 from holdfast.format._dtypes import DType, dtype_of, dtype_of_numpy, numpy_dtype
 from holdfast.format._entry_names import entry_of_box
 from holdfast.format._record import decode_record, encode_record
@@ -48,6 +55,7 @@ __all__ = [
     "decode_value",
     "decompress_chunk",
     "digest",
+    "digest_of",
     "dtype_of",
     "dtype_of_numpy",
     "encode_record",

@@ -4,6 +4,7 @@ They find bytes that changed by accident. They are no signature: who may write a
 also write digests that fit.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 import xxhash
@@ -20,6 +21,14 @@ DIGEST_BYTES: Final = 16
 def digest(data: Data) -> bytes:
     """XXH3-128 of contiguous bytes, in the canonical (big-endian) form."""
     return xxhash.xxh3_128_digest(data)
+
+
+def digest_of(parts: Iterable[Data]) -> bytes:
+    """The same of bytes that come in parts."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
 
 
 def chunk_count(nbytes: int) -> int:
