@@ -1,7 +1,8 @@
 """A training loses a rank while it saves, and goes on from what was saved, on more ranks.
 
-Two ranks of FSDP2 train and save, one of them is killed in its next save; then three ranks load
-what is there. Part of ``make demo``, and runs alone: ``python examples/train_and_resume.py``.
+Two ranks of FSDP2 train while they save, one of them is killed in its next save; then three ranks
+resume from what is there. Part of ``make demo``, and runs alone:
+``python examples/train_and_resume.py``.
 """
 
 import os
@@ -18,8 +19,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from holdfast.distributed import (
     CheckpointOptions,
     DistributedCheckpoint,
-    LoadOptions,
     Progress,
+    SaveHandle,
     SaveOptions,
 )
 from holdfast.errors import RankLostError
@@ -36,6 +37,7 @@ class Ended:
     losses: list[float]
     story: str
     seconds: float = 0.0
+    waited: float = 0.0
 
 
 class Training:
@@ -76,35 +78,36 @@ def train_until_killed(rank: int, folder: str) -> Ended:
     options = CheckpointOptions(storage=folder)
     checkpoint = DistributedCheckpoint.create(options=options)
     losses = [training.step(number, rank, 2) for number in range(20)]
-    save(checkpoint, training, SaveOptions(checkpoint_prefix="step_20", step=20))
-    losses += [training.step(number, rank, 2) for number in range(20, 30)]
+    first = save(checkpoint, training, SaveOptions(checkpoint_prefix="step_20", step=20))
+    losses += [training.step(number, rank, 2) for number in range(20, 30)]  # while it is saved
+    first.result()
+    waited = first.record.stall_s if first.record is not None else 0.0
     progress = be_killed_when_written if rank == 1 else None
     began = time.monotonic()
+    second = save(checkpoint, training, SaveOptions(checkpoint_prefix="step_30", progress=progress))
     try:
-        save(checkpoint, training, SaveOptions(checkpoint_prefix="step_30", progress=progress))
+        second.result()
     except RankLostError as error:
-        return Ended(losses=losses, story=str(error), seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return Ended(losses=losses, story=str(error), seconds=seconds, waited=waited)
     return Ended(losses=losses, story="saved, though a rank was killed")
 
 
-def save(checkpoint: DistributedCheckpoint, training: Training, options: SaveOptions) -> None:
+def save(checkpoint: DistributedCheckpoint, training: Training, options: SaveOptions) -> SaveHandle:
     extra = {"scheduler": training.scheduler}
-    checkpoint.save(training.model, training.optimizer, options, extra=extra)
+    return checkpoint.save_async(training.model, training.optimizer, options, extra=extra)
 
 
 def resume(rank: int, folder: str, ranks: int) -> Ended:
-    """Load the newest checkpoint, whoever saved it, and train until step 30."""
+    """Go on from the newest checkpoint, whoever saved it, until step 30."""
     training = Training()
     with DistributedCheckpoint.create(options=CheckpointOptions(storage=folder)) as checkpoint:
-        newest = checkpoint.list_checkpoints()[0]
-        result = checkpoint.load(
-            training.model,
-            training.optimizer,
-            LoadOptions(checkpoint_prefix=newest.prefix),
-            extra={"scheduler": training.scheduler},
-        )
-    story = f"{newest.prefix}, saved by {result.source_world_size} ranks, loaded by {ranks}"
-    steps = range(newest.step or 0, 30)
+        extra: dict[str, object] = {"scheduler": training.scheduler}
+        done = checkpoint.resume(training.model, training.optimizer, extra=extra)
+    if done is None:
+        return Ended(losses=[], story="there is no checkpoint")
+    story = f"{done.prefix}, saved by {done.metadata.world_size} ranks, loaded by {ranks}"
+    steps = range(done.step or 0, 30)
     return Ended(losses=[training.step(number, rank, ranks) for number in steps], story=story)
 
 
@@ -116,6 +119,7 @@ def main() -> None:
         before = outcome.value
         if not isinstance(before, Ended):
             raise SystemExit(f"rank 0 did not end as expected: {outcome.error}")
+        show("two ranks save while they train", f"the training waited {before.waited:.3f} s for it")
         show("rank 1 is killed in its second save", f"rank 0 knew within {before.seconds:.2f} s:")
         say(f"      {before.story}")
         with RankGang(3) as gang:

@@ -10,6 +10,7 @@ from _servers import moto_server
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.distributed import CheckpointOptions, DistributedCheckpoint, LoadOptions, SaveOptions
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError
@@ -146,3 +147,40 @@ def test_a_name_is_taken_until_it_is_overwritten_or_deleted(gang, where, layout)
     assert left == ["last/metadata.json"]  # a tombstone: S3 cannot delete one version of it
     gang.run(save_job, where, 6)
     gang.run(load_job, where, 6)
+
+
+def chain_job(rank, where):
+    """Three incremental saves; the first is deleted while the last is being made."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    still = distribute_tensor(torch.arange(60_000.0).reshape(300, 200), mesh, [Shard(0)])
+    once = iter([1])
+
+    def delete(progress):
+        if rank == 0 and progress.phase == "write" and next(once, None):
+            checkpoint.delete_checkpoint("s0")
+
+    with at(where) as checkpoint:
+        for step in range(3):
+            state = {"still": still, "moving": torch.full((2000,), float(step))}
+            told = delete if step == 2 else None
+            options = SaveOptions(checkpoint_prefix=f"s{step}", incremental=True, progress=told)
+            checkpoint.save(state, options=options)
+
+
+def test_incremental_saves_refer_to_objects_that_outlive_their_checkpoint(gang, where):
+    gang.run(chain_job, where)
+    with at(where) as checkpoint:
+        catalog = checkpoint.catalog
+        assert [info.prefix for info in catalog.list()] == ["s2", "s1"]
+        catalog.delete("s1")
+        catalog.gc()
+        assert catalog.verify("s2").is_intact
+        found = catalog.read("s2")["model"]
+        assert found["still"].ravel().tolist() == list(range(60_000))
+        assert set(found["moving"].tolist()) == {2.0}
+        record = catalog.find("s2").record
+        assert {file.prefix for file in record.files} == {None, "s0"}
+        catalog.delete("s2")
+        catalog.gc()
+        keys = [info.key for info in catalog.storage.list() if "shard" in info.key]
+        assert keys == []

@@ -226,6 +226,72 @@ def test_a_rank_that_does_not_see_the_base_writes_its_part(two, tmp_path):
         assert np.array_equal(found[name], value.numpy())
 
 
+class Stale(WrappedStorage):
+    """Reads what was under a key some time ago, as network filesystems do."""
+
+    key = ""
+    data = b""
+
+    def read(self, key):
+        return self.data if key == self.key else super().read(key)
+
+
+def stale_job(rank, folder):
+    """Rank 1 still sees the record that was replaced; its files are there, for another's sake."""
+    first, second = torch.zeros(64, 256), torch.ones(64, 256)
+    storage = Stale(LocalStorage(folder))
+
+    def save(ckpt, prefix, value, **options):
+        state = {"x": distribute_tensor(value, mesh_of((2,)), [Shard(0)])}
+        chosen = SaveOptions(checkpoint_prefix=prefix, include_rng_state=False, **options)
+        ckpt.save(state, options=chosen)
+
+    with DistributedCheckpoint(storage=storage) as ckpt:
+        save(ckpt, "one", first)
+        save(ckpt, "keeper", first, incremental=True)
+        old = storage.read("one/metadata.json")
+        dist.barrier()
+        save(ckpt, "one", second, overwrite=True)
+        if rank == 1:
+            storage.key, storage.data = "one/metadata.json", old
+        save(ckpt, "two", first, incremental=True)
+
+
+def test_a_rank_that_sees_an_older_record_of_the_base_writes_its_part(two, tmp_path):
+    two.run(stale_job, tmp_path)
+    catalog = Catalog(tmp_path)
+    assert prefixes(catalog, "keeper") == {"model.x": ["one", "one"]}
+    assert catalog.verify("keeper").is_intact
+    assert not catalog.read("two")["model"]["x"].any()
+    assert prefixes(catalog, "two") == {"model.x": [None, None]}
+
+
+def shared_job(rank, folder):
+    """Each rank wants little of a file, both together enough."""
+    state = {"a": torch.zeros(5 * KIB), "b": torch.zeros(5 * KIB)}
+    state |= {"x": torch.ones(130 * KIB), "y": torch.ones(130 * KIB)}
+    with checkpointer(folder) as ckpt:
+        chosen = SaveOptions(checkpoint_prefix="two", incremental=True, include_rng_state=False)
+        ckpt.save(state, options=chosen)
+
+
+def test_whether_a_file_is_worth_it_is_judged_by_what_all_ranks_want_of_it(two, tmp_path):
+    state = {"a": torch.zeros(5 * KIB), "b": torch.zeros(5 * KIB)}
+    state |= {"x": torch.zeros(130 * KIB), "y": torch.zeros(130 * KIB)}
+    with checkpointer(tmp_path) as ckpt:
+        ckpt.save(state, options=SaveOptions(checkpoint_prefix="one", include_rng_state=False))
+    two.run(shared_job, tmp_path)
+    catalog = Catalog(tmp_path)
+    assert len(list((tmp_path / "two").glob("shard-*"))) == 2
+    assert prefixes(catalog, "two") == {
+        "model.a": ["one"],
+        "model.b": ["one"],
+        "model.x": [None],
+        "model.y": [None],
+    }
+    assert catalog.verify("two").is_intact
+
+
 def refused_job(rank, folder):
     """What each rank is told if ranks differ about the option, and if one fails in comparing."""
     state = {"a": torch.arange(5000)}

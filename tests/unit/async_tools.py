@@ -115,11 +115,13 @@ def held(
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """A model, its optimizers and what else there is. ``also`` is done at the end of each step."""
+    """A model, its optimizers and what else there is, which is ``plain`` values only, or statefuls.
+    ``also`` is done at the end of each step."""
 
     model: Any
     optimizer: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
+    plain: bool = False
     also: Callable[[], object] = lambda: None
     forward: Callable[[], object] = lambda: None
 

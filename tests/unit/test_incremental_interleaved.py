@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import numpy as np
 from catalog_schedules import World
-from catalog_tools import leftovers
+from catalog_tools import Observed, leftovers
 
 from holdfast.catalog import Catalog
 from holdfast.catalog._writing import Facts, record_of, write_leaves
@@ -16,6 +16,8 @@ from holdfast.distributed._announcing import announce
 from holdfast.distributed._borrowing import Borrowed
 from holdfast.errors import SaveError
 from holdfast.format import CompressionLevel, LeafRef, encode_value
+from holdfast.resilience import SystemClock
+from holdfast.storage import MemoryStorage
 
 SEED = int(os.environ.get("HOLDFAST_SCHEDULE_SEED", "0"))
 WEEKS_S = 30 * 24 * 3600.0
@@ -144,3 +146,24 @@ def test_whatever_the_order_of_calls_what_is_referred_to_stays():
     assert outcomes["base"] > 40, outcomes
     assert outcomes["root"] > 10, outcomes
     assert outcomes["None"] > 10, outcomes
+
+
+def test_the_intent_names_every_folder_that_the_base_has_files_in_though_it_is_replaced():
+    storage = MemoryStorage()
+    for prefix in ("root", "base"):
+        Catalog(storage).write(prefix, {"n": 1, "x": X})
+    refer_to_root = save_incrementally("base", 2, "root", overwrite=True)
+    once = iter([1])
+
+    def before(method, key):
+        if method == "create" and "new/intent-" in key and next(once, None):
+            refer_to_root(storage, SystemClock())
+
+    catalog = Catalog(Observed(storage, before))
+    options = SaveOptions(checkpoint_prefix="new", incremental=True)
+    announced = announce(catalog, options, "base")
+    assert next(once, None) is None
+    assert [file.prefix for file in announced.base.record.files] == ["root"]
+    assert announced.attempt.intent.refers == ("root",)
+    (intent,) = storage.list("new/")
+    assert intent.key == announced.attempt.intent.key

@@ -80,8 +80,8 @@ class Attempt:
         """Announce a save of ``prefix``. ``CheckpointExistsError`` if it is committed already,
         unless it is to be overwritten, in which case it stays whole until the commit.
 
-        ``refers`` are prefixes whose files the record may name: see after this that they are
-        still committed, and they stay until the commit.
+        ``refers`` are prefixes whose files the record may name: see after this that a checkpoint
+        which names them is still committed, and they stay until the commit.
         """
         check_prefix("prefix", prefix)
         check_lease(lease_s)

@@ -36,7 +36,8 @@ __all__ = ["RankGang", "RankOutcome"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PRELOAD = ("torch", "torch.distributed", "holdfast.distributed")
+# The first optimizer of a process imports torch._dynamo, which takes most of a second.
+_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "holdfast.distributed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
