@@ -13,10 +13,10 @@ from checkpoint_jobs import checkpointer, new_net, new_optimizer, parallel, requ
 from resume_training import Rows, Training, endless
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import RandomSampler
+from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistributedSampler
 
 from holdfast.catalog import Catalog
-from holdfast.distributed import DistributedCheckpoint, LoadOptions, SaveOptions
+from holdfast.distributed import DistributedCheckpoint, LoadOptions, SaveOptions, per_rank
 from holdfast.errors import LoadError, RankLostError, TransientStorageError, ValidationError
 from holdfast.storage import LocalStorage
 from holdfast.storage._wrapped import WrappedStorage
@@ -357,3 +357,31 @@ def test_on_another_number_of_ranks_such_a_loader_needs_a_word(two, three, folde
     fresh = three.run(own_loader_job, folder, read=12, strict=False)
     assert all("rng" in left and any("loader" in each for each in left) for _, left in fresh)
     assert len({str(batches) for batches, _ in fresh}) == 3  # each began anew
+
+
+def sharing_job(rank, folder, *, save=False, own=False):
+    """A loader whose state is the same on all ranks, though it speaks of one rank of so many."""
+    rows, world = Rows(), dist.get_world_size()
+    sampler = StatefulDistributedSampler(rows, num_replicas=world, rank=rank)
+    loader = StatefulDataLoader(rows, batch_size=6, sampler=sampler, generator=torch.Generator())
+    batches = endless(loader)
+    extra = {"loader": per_rank(loader) if own else loader}
+    with checkpointer(folder) as ckpt:
+        if save:
+            next(batches)
+            ckpt.save(new_linear(), extra=extra)
+        else:
+            ckpt.resume(new_linear(), extra=extra)
+        return next(batches)[0].tolist()
+
+
+def test_a_loader_that_is_marked_as_each_ranks_own_is_not_taken_for_the_jobs(two, three, folder):
+    expected = two.run(sharing_job, folder / "own", save=True, own=True)
+    assert two.run(sharing_job, folder / "own", own=True) == expected
+    three.start(sharing_job, folder / "own", own=True)
+    for outcome in three.outcomes():
+        error = outcome.failure()
+        assert type(error) is ValidationError
+        assert "extra.loader" in error.message
+    two.run(sharing_job, folder / "shared", save=True)
+    three.run(sharing_job, folder / "shared")  # loads, and is elsewhere in the data

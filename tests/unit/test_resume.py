@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from holdfast.errors import (
     TransientStorageError,
     ValidationError,
 )
+from holdfast.format import decode_record, encode_record
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage._wrapped import WrappedStorage
 
@@ -202,6 +204,13 @@ def a_record_is_of_a_later_version(folder, step):
     path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":2', 1))
 
 
+def a_record_names_a_file_that_cannot_be(folder, step):
+    path = record_of(folder, step)
+    record = decode_record(path.read_bytes(), path=path)
+    files = [msgspec.structs.replace(file, prefix=".holdfast-x") for file in record.files]
+    path.write_bytes(encode_record(msgspec.structs.replace(record, files=tuple(files))))
+
+
 DAMAGE = {
     a_byte_is_flipped: r"tensor 'model\..*' is damaged",
     a_file_is_cut: "bytes",
@@ -211,6 +220,7 @@ DAMAGE = {
     a_record_is_empty: "",
     a_record_is_zero: "",
     a_record_is_of_a_later_version: "of format 2",
+    a_record_names_a_file_that_cannot_be: "can be no such file|file that cannot be",
 }
 
 
@@ -224,7 +234,7 @@ def test_a_damaged_one_is_passed_over_with_the_reason(folder, damage, skip_valid
     assert (step, result.prefix) == (20, "step_20")
     (passed,) = result.passed_over
     assert passed.prefix == "step_30"
-    assert passed.step == (None if "record" in damage.__name__ else 30)
+    assert passed.step == (None if "record_is" in damage.__name__ else 30)
     assert re.search(DAMAGE[damage], passed.reason), passed.reason
     assert "step_30" in passed.reason
     (warning,) = caplog.messages
@@ -292,6 +302,26 @@ def test_what_a_failed_load_has_read_is_gone_before_the_next(folder):
     finally:
         gc.enable()
     assert alive == [1, 1, 1]
+
+
+def test_damage_of_a_file_that_another_refers_to_is_damage_of_both(folder):
+    frozen = torch.full((3000,), 7.5)
+    with opened(folder) as ckpt:
+        for step in STEPS:
+            options = SaveOptions(checkpoint_prefix=f"step_{step}", incremental=step == 30)
+            ckpt.save(net_of(step), None, options, extra={"frozen": frozen})
+    at = shard_of(folder, 20).read_bytes().find(frozen[:100].numpy().tobytes())
+    assert at > 0
+    assert frozen[:100].numpy().tobytes() not in shard_of(folder, 30).read_bytes()
+    flip(shard_of(folder, 20), at)
+
+    net, extra = net_of(0), {"frozen": torch.zeros(3000)}
+    with opened(folder) as ckpt:
+        result = ckpt.resume(net, extra=extra)
+    assert [each.prefix for each in result.passed_over] == ["step_30", "step_20"]
+    assert all("extra.frozen" in each.reason for each in result.passed_over)
+    assert (step_in(net), result.prefix) == (10, "step_10")
+    assert torch.equal(extra["frozen"], frozen)
 
 
 # ------------------------------------------------------------------ not the checkpoint's fault

@@ -45,6 +45,16 @@ def promised(*, step=100, on_cancel=lambda: True, meter=None):
     return Promise(step=step, progress=meter.now, on_cancel=on_cancel)
 
 
+def end_well(promise):
+    promise.keep(NAME, None, record())
+
+
+def end_badly(promise, error):
+    """As the thread that saves does."""
+    told = promise.as_told(error)
+    promise.keep("", told, record(told))
+
+
 def raised_in_the_depth(error):
     """The error, with a traceback of three frames."""
 
@@ -62,13 +72,13 @@ def raised_in_the_depth(error):
 def failed(error=None, **options):
     promise = promised(**options)
     error = raised_in_the_depth(error or NoSpaceError("the disk is full"))
-    promise.set_error(error, record(error))
+    end_badly(promise, error)
     return promise
 
 
 def saved(**options):
     promise = promised(**options)
-    promise.set_result(NAME, record())
+    end_well(promise)
     return promise
 
 
@@ -96,7 +106,7 @@ def test_the_result_is_the_prefix_once_another_thread_has_it():
     )  # fmt: skip
     promise.set_prefix(NAME)
     assert (handle.prefix, handle.done(), handle.record) == (NAME, False, None)
-    promise.set_result(NAME, record())
+    end_well(promise)
     thread.join(SOON_S)
     assert found == [NAME]
     assert (handle.done(), handle.cancelled(), handle.exception(), handle.step) == (
@@ -175,7 +185,7 @@ def test_an_error_keeps_its_cause_and_context():
     except NoSpaceError as caught:
         error = caught
     promise = promised()
-    promise.set_error(error, record(error))
+    end_badly(promise, error)
     for _ in range(2):
         with pytest.raises(NoSpaceError) as caught:
             promise.handle.result()
@@ -205,7 +215,7 @@ def test_a_save_that_is_not_done_in_time_goes_on():
     with pytest.raises(TimeoutError):
         promise.handle.exception(0)
     assert promise.handle.wait(0) is False
-    promise.set_result(NAME, record())
+    end_well(promise)
     assert promise.handle.wait(0) is True
     assert promise.handle.result(0) == NAME
 
@@ -239,7 +249,7 @@ def cancellable():
     def save():
         assert told.wait(SOON_S)
         error = concurrent.futures.CancelledError("told to stop")
-        promise.set_error(error, record(error))
+        end_badly(promise, error)
 
     return promise.handle, in_thread(save)
 
@@ -258,7 +268,7 @@ def test_a_save_can_be_cancelled():
 def test_a_save_that_can_no_longer_be_stopped_is_not_cancelled():
     promise = promised(on_cancel=lambda: False)
     assert promise.handle.cancel() is False
-    promise.set_result(NAME, record())
+    end_well(promise)
     assert promise.handle.cancel() is False
     assert (promise.handle.result(), promise.handle.cancelled()) == (NAME, False)
 
@@ -268,7 +278,7 @@ def test_a_save_told_to_stop_that_then_fails_is_cancelled_all_the_same():
     assert promise.handle.cancel() is True
     assert promise.handle.cancelled() is False
     error = NoSpaceError("full")
-    promise.set_error(error, record(error))
+    end_badly(promise, error)
     with pytest.raises(concurrent.futures.CancelledError) as caught:
         promise.handle.result()
     assert caught.value.__cause__ is error
@@ -295,7 +305,7 @@ def test_one_that_failed_before_it_could_be_told_was_not_cancelled():
     """``on_cancel`` agrees, but the save ends by itself before the handle hears of it."""
 
     def on_cancel():
-        promise.set_error(error, record(error))
+        end_badly(promise, error)
         return True
 
     promise, error = promised(on_cancel=on_cancel), NoSpaceError("full")
@@ -306,7 +316,7 @@ def test_one_that_failed_before_it_could_be_told_was_not_cancelled():
 def test_if_a_checkpoint_is_there_after_all_the_handle_says_so():
     promise = promised()
     assert promise.handle.cancel() is True
-    promise.set_result(NAME, record())
+    end_well(promise)
     assert (promise.handle.result(), promise.handle.cancelled()) == (NAME, False)
     assert promise.handle.record.was_cancelled is False
 
@@ -321,7 +331,7 @@ def test_callbacks_are_called_in_their_order_by_the_thread_that_saves():
             lambda handle, n=n: called.append((n, handle, handle.result(0), threading.get_ident()))
         )
     assert called == []
-    thread = threading.Thread(target=promise.set_result, args=(NAME, record()))
+    thread = threading.Thread(target=end_well, args=(promise,))
     thread.start()
     thread.join()
     assert called == [(n, promise.handle, NAME, thread.ident) for n in range(3)]
@@ -336,7 +346,7 @@ def test_a_callback_added_late_is_called_at_once_by_who_adds_it():
 def test_a_callback_may_add_another():
     promise, called = promised(), []
     promise.handle.add_done_callback(lambda handle: handle.add_done_callback(called.append))
-    promise.set_result(NAME, record())
+    end_well(promise)
     assert called == [promise.handle]
 
 
@@ -353,7 +363,7 @@ def test_what_a_callback_raises_is_logged_and_the_others_are_called(callback, ca
     promise, called = promised(), []
     promise.handle.add_done_callback(callback)
     promise.handle.add_done_callback(called.append)
-    promise.set_result(NAME, record())
+    end_well(promise)
     assert called == [promise.handle]
     assert promise.handle.result() == NAME
     (message,) = caplog.records
@@ -385,7 +395,7 @@ def test_awaiting_gives_the_prefix():
         waiter = asyncio.create_task(_awaited(promise.handle))
         await asyncio.sleep(0)
         assert threading.active_count() == before, "a thread waits for it"
-        thread = in_thread(lambda: promise.set_result(NAME, record()))
+        thread = in_thread(lambda: end_well(promise))
         found = await waiter
         thread.join()
         return found, await promise.handle
@@ -402,7 +412,7 @@ def test_awaiting_raises_what_the_save_failed_with():
 
     async def main():
         promise = promised()
-        thread = in_thread(lambda: promise.set_error(error, record(error)))
+        thread = in_thread(lambda: end_badly(promise, error))
         with pytest.raises(NoSpaceError) as caught:
             await asyncio.wait_for(promise.handle, SOON_S)
         thread.join()
@@ -439,7 +449,7 @@ def test_a_task_that_is_cancelled_leaves_the_save_alone():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        saving = asyncio.to_thread(promise.set_result, NAME, record())
+        saving = asyncio.to_thread(end_well, promise)
         return await asyncio.gather(saving, promise.handle)
 
     assert asyncio.run(main()) == [None, NAME]
@@ -452,7 +462,7 @@ def test_a_task_that_is_cancelled_just_as_the_save_ends_is_cancelled():
         promise = promised()
         task = asyncio.create_task(_awaited(promise.handle))
         await asyncio.sleep(0)
-        promise.set_result(NAME, record())
+        end_well(promise)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -484,7 +494,7 @@ def test_an_error_that_came_too_late_for_a_task_is_not_lost():
             await asyncio.wait_for(promise.handle, 0.01)
 
     asyncio.run(main())
-    promise.set_error(error := NoSpaceError("full"), record())
+    end_badly(promise, error := NoSpaceError("full"))
     assert promise.take_unseen() is error
 
 
@@ -494,7 +504,7 @@ def test_a_loop_that_is_closed_meanwhile_harms_nothing(caplog):
     task = loop.create_task(_awaited(promise.handle))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    promise.set_result(NAME, record())
+    end_well(promise)
     assert caplog.records == []
     assert promise.handle.result() == NAME
     with pytest.raises(asyncio.CancelledError):  # or it would warn that it was never finished
@@ -514,7 +524,7 @@ def test_several_loops_may_await_one_save():
 
     threads = [in_thread(lambda: asyncio.run(main())) for _ in range(4)]
     ready.wait(SOON_S)
-    promise.set_result(NAME, record())
+    end_well(promise)
     for thread in threads:
         thread.join(SOON_S)
     assert found == [NAME] * 4
@@ -597,11 +607,11 @@ def test_a_handle_that_is_done_keeps_nothing_of_the_save_alive():
         except OSError as cause:
             raise NoSpaceError("full") from cause
 
-    promises[0].set_result(NAME, record())
+    end_well(promises[0])
     try:
         fail(tensor)
     except NoSpaceError as error:
-        promises[1].set_error(error, record(error))
+        end_badly(promises[1], error)
     del tensor, meter
     gc.collect()
     assert known() is None
@@ -643,7 +653,7 @@ def test_a_handle_says_how_far_it_is():
         told.append(repr(handle))
     handle.cancel()
     told.append(repr(handle))
-    promise.set_result(NAME, record())
+    end_well(promise)
     told.append(repr(handle))
     assert told == [
         "SaveHandle(step 100: starting)",
@@ -712,9 +722,9 @@ def test_in_whatever_order_things_happen(steps, agrees):
 
 def end(promise, error):
     if error is None:
-        promise.set_result(NAME, record())
+        end_well(promise)
     else:
-        promise.set_error(error, record(error))
+        end_badly(promise, error)
 
 
 def outcome_of(ask):

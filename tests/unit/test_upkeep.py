@@ -140,8 +140,7 @@ def test_a_save_in_the_background_prunes_as_well(tmp_path):
     with DistributedCheckpoint(storage=tmp_path, retention=keep_last(1)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save_async({"w": torch.arange(4.0)}, options=SaveOptions(step=step)).result()
-        ckpt.wait()
-        assert steps(ckpt) == [3]
+    assert [info.step for info in Catalog(tmp_path).list()] == [3]
 
 
 def test_without_a_retention_nothing_is_ever_deleted(tmp_path):
@@ -184,7 +183,7 @@ def test_a_storage_that_fails_while_it_is_pruned_does_not_fail_the_save(caplog):
         name = save(ckpt, 1)
         assert faulty.unfired == ()
         assert names(ckpt.catalog) == [name, "b", "a"]
-        assert "is saved, but not all is tidy: down" in caplog.text
+        assert "the upkeep after a save failed; it is tried after the next: down" in caplog.text
         assert names(ckpt.catalog)[0] != save(ckpt, 2)
         assert steps(ckpt) == [2]
 

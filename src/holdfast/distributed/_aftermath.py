@@ -1,19 +1,19 @@
 """What is done when a save has ended on this rank: tidying up after a commit, and after an error
 removing what nobody will commit. Knows how far the save had come, not how it got there."""
 
-import concurrent.futures
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeGuard
+from typing import Final
 
 from holdfast.catalog import Attempt
 from holdfast.catalog._attempt import written_in
 from holdfast.catalog._delete import delete_replaced
 from holdfast.catalog._model_index import settle_index
+from holdfast.distributed._save_record import is_cancellation
 from holdfast.distributed._tools import Tools
 from holdfast.distributed._watch import finish_within
-from holdfast.errors import CheckpointError, RankFailedError, SaveError
+from holdfast.errors import CheckpointError, SaveError
 
 _log = logging.getLogger("holdfast.distributed")
 
@@ -59,8 +59,6 @@ def tidy_up(tools: Tools, standing: Standing, *, has_index: bool) -> None:
             settle_index(tools.storage, prefix)
         if attempt.replaces is not None:
             delete_replaced(tools.storage, attempt.replaces)
-        if tools.upkeep is not None:
-            tools.upkeep.after_save()
 
     try:
         if not finish_within(_TIDY_S, tidy):
@@ -78,21 +76,15 @@ def give_up(tools: Tools, standing: Standing, error: BaseException) -> None:
         _say(error, f"{standing.prefix} is committed and whole all the same.")
     elif standing.attempt is not None and not standing.committing:
         _clean_up(error, standing.attempt.abort)
-    elif standing.name and (not standing.told or _is_before_commit(error) or was_cancelled(error)):
-        # A word is missing, so nobody commits, and the files of all ranks are nobody's.
+    elif standing.name and not standing.told:
+        # This rank's word is missing, so nobody commits, and the files of all are nobody's.
         _clean_up(error, lambda: _remove_written(tools, standing))
-    elif standing.name and not _is_refused(error):
+    elif standing.name and not (_is_before_commit(error) or _is_refused(error)):
         _say(
             error,
             f"Whether {standing.prefix} is committed is unknown: list the checkpoints to see. "
             "What was saved before is intact; gc removes what is left if it is not.",
         )
-
-
-def was_cancelled(error: BaseException) -> TypeGuard[RankFailedError]:
-    """Whether a rank gave the save up because it was told to, which it does before its word."""
-    name = concurrent.futures.CancelledError.__name__
-    return isinstance(error, RankFailedError) and error.error_type == name
 
 
 def _clean_up(error: BaseException, work: Callable[[], None]) -> None:
@@ -114,7 +106,10 @@ def _remove_written(tools: Tools, standing: Standing) -> None:
 
 
 def _is_before_commit(error: BaseException) -> bool:
-    """Whether the rank where an error began had not given its word: nobody commits without it."""
+    """Whether the rank where an error began says that it had not given its word. Good enough to
+    say nothing of the outcome, and not to delete anything."""
+    if is_cancellation(error):
+        return True
     return isinstance(error, CheckpointError) and error.phase in _BEFORE_COMMIT
 
 

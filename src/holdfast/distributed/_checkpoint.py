@@ -249,7 +249,9 @@ class DistributedCheckpoint:
             which = replace(chosen, checkpoint_prefix=prefix)
             return self.load(model, optimizer, which, extra=extra)
 
-        return resume_newest(self._tools, load, timeout_s=self._limit(chosen.timeout_s))
+        return resume_newest(
+            self._tools, load, timeout_s=self._limit(chosen.timeout_s), in_place=chosen.in_place
+        )
 
     def list_checkpoints(self) -> list[CheckpointInfo]:
         """Every committed checkpoint of the storage, the newest first."""
@@ -271,6 +273,7 @@ class DistributedCheckpoint:
         try:
             self._saves.wait()
         finally:
+            self._saves.finish_upkeep()
             self._tools.bulk.close()
             if self._owns_coordinator:
                 self._tools.coordinator.close()

@@ -6,7 +6,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from holdfast.distributed._progress import Progress
 from holdfast.distributed._save_record import SaveRecord, is_cancellation
@@ -44,15 +44,17 @@ class Ending:
             self.stopping = self.stopping or agreed
             return agreed
 
+    def as_told(self, error: BaseException) -> BaseException:
+        return _as_cancelled(error) if self.stopping or is_cancellation(error) else error
+
     def end(self, error: BaseException | None, record: SaveRecord) -> None:
         last = self.now()
         with self._lock:
             if self.is_over.is_set():
                 raise RuntimeError("a save ends once, and this one has ended before")
             if error is not None:
-                is_cancelled = self.stopping or is_cancellation(error)
-                self._keep(_as_cancelled(error) if is_cancelled else error)
-            self.record = replace(record, was_cancelled=self.is_cancelled())
+                self._keep(error)
+            self.record = record
             self.now = lambda: last
             self.on_cancel = None
             self.is_over.set()

@@ -162,8 +162,7 @@ class SaveHandle:
 
 @final
 class Promise:
-    """The side of the thread that saves. Every promise is kept once, by ``set_result`` or
-    ``set_error``.
+    """The side of the thread that saves. Every promise is kept once, by ``keep``.
 
     ``progress``: how far the save is now. ``on_cancel``: stop the save if it can be stopped, and
     say whether; True promises that nothing will be committed. It is called by any thread, any
@@ -185,19 +184,19 @@ class Promise:
         """The save has begun under this name."""
         self._ending.prefix = prefix
 
-    def set_result(self, prefix: str, record: SaveRecord) -> None:
-        """The checkpoint is durable."""
-        self._ending.prefix = prefix
-        self._ending.end(None, record)
+    def as_told(self, error: BaseException) -> BaseException:
+        """The error as the handle will raise it: that a save failed after it was told to stop, on
+        this rank or another, is that it was cancelled."""
+        return self._ending.as_told(error)
 
-    def set_error(self, error: BaseException, record: SaveRecord) -> None:
-        """The save failed. A ``CancelledError``, also another rank's, means cancelled; so does any
-        error of a save that was told to stop. ``result()`` then raises a ``CancelledError``, of
-        which other errors are the cause.
+    def keep(self, prefix: str, error: BaseException | None, record: SaveRecord) -> None:
+        """The checkpoint is durable, or the save failed with ``error``, ``as_told``.
 
-        Its traceback becomes a note: a handle is kept for as long as anybody likes, and a traceback
-        knows every tensor that the save did.
+        The frames in which the error went up are forgotten: a handle is kept for as long as
+        anybody likes, and must not keep tensors.
         """
+        if error is None:
+            self._ending.prefix = prefix
         self._ending.end(error, record)
 
     def take_unseen(self) -> BaseException | None:

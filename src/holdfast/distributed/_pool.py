@@ -1,6 +1,7 @@
 """Memory that copies of a state are put into, save after save. Knows slots, not what is in them."""
 
 import threading
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -11,6 +12,7 @@ waits for one copy waits for a few milliseconds."""
 
 _SLAB_BYTES: Final = 4 * SLOT_BYTES
 _MEMINFO: Final = "/proc/meminfo"
+_CGROUP: Final = "/sys/fs/cgroup"
 
 LEAST_BYTES: Final = SLOT_BYTES
 
@@ -53,7 +55,7 @@ class Pool:
             self._free.append(slot)
 
     def _grow(self) -> None:
-        nbytes = min(_SLAB_BYTES, self._growth_bytes() // SLOT_BYTES * SLOT_BYTES)
+        nbytes = min(_SLAB_BYTES, self._growth_bytes())
         if nbytes <= 0:
             return
         try:
@@ -68,7 +70,10 @@ class Pool:
         self._free += slab.split(SLOT_BYTES)
 
     def _growth_bytes(self) -> int:
-        """How much memory it may still take."""
+        """How much memory it may still take, in whole slots."""
+        return self._may_take() // SLOT_BYTES * SLOT_BYTES
+
+    def _may_take(self) -> int:
         if self._limit is not None:
             return self._limit - self._bytes
         free = available_bytes()
@@ -80,15 +85,33 @@ class Pool:
 
 
 def available_bytes() -> int | None:
-    """How much memory programs can still have without swapping; ``None`` where nobody tells."""
+    """How much memory this process can still have without swapping, or without its container
+    being stopped; ``None`` where nobody tells."""
+    machine = _numbers(_MEMINFO).get("MemAvailable:")
+    limit, used = _number(f"{_CGROUP}/memory.max"), _number(f"{_CGROUP}/memory.current")
+    found = [] if machine is None else [machine * 1024]
+    if limit is not None and used is not None:
+        cached = _numbers(f"{_CGROUP}/memory.stat").get("file", 0)  # is given back when needed
+        found.append(max(0, limit - used + cached))
+    return min(found, default=None)
+
+
+def _number(path: str) -> int | None:
     try:
-        with open(_MEMINFO, "rb") as file:  # noqa: PTH123 -- asked while training waits
-            for line in file:
-                if line.startswith(b"MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        text = Path(path).read_text(encoding="ascii").strip()
     except OSError:
-        pass
-    return None
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _numbers(path: str) -> dict[str, int]:
+    """The lines of a file that are a name and a number."""
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    words = (line.split() for line in lines)
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
 
 
 def _is_cuda_in_use() -> bool:

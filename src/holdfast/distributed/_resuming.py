@@ -121,7 +121,11 @@ def check_resume_options(options: LoadOptions) -> None:
 
 
 def resume_newest(
-    tools: Tools, load: Callable[[str], CheckpointLoadResult], *, timeout_s: float
+    tools: Tools,
+    load: Callable[[str], CheckpointLoadResult],
+    *,
+    timeout_s: float,
+    in_place: bool = False,
 ) -> ResumeResult | None:
     """Load the newest checkpoint that can be loaded; ``None`` if there is none at all. All ranks
     call this, with a ``load`` that all ranks call together.
@@ -129,8 +133,8 @@ def resume_newest(
     Rank 0 lists and chooses for all, once more after every checkpoint that did not load: others
     may save, prune and overwrite meanwhile.
     """
-    choosing = _Choosing(tools, timeout_s)
-    choice = choosing.first()
+    choosing = _Choosing(tools, timeout_s, in_place=in_place)
+    choice = choosing.choose()
     while choice.prefix is not None:
         try:
             loaded = load(choice.prefix)
@@ -138,7 +142,7 @@ def resume_newest(
             if error.kind not in _TOLD:
                 raise
             # Not after this block: the error keeps alive what the load has read.
-            choice = choosing.after(error)
+            choice = choosing.choose(error)
             if choice.is_over:
                 raise
         else:
@@ -162,12 +166,14 @@ class _Verdict(enum.Enum):
     """The storage does not answer, or the model is another: an older one is no help."""
 
 
-def judge(error: CheckpointError) -> _Verdict:
-    """Pure. A storage that fails for good to give one object, though it lists it, has lost it."""
+def _judge(error: CheckpointError) -> _Verdict:
+    """Pure. A storage that fails for good to give one object, though it lists it, has lost it;
+    but not if it refuses to."""
     if isinstance(error, CorruptedError | IncompatibleVersionError):
         return _Verdict.BAD
     if isinstance(error, StorageError) and not error.transient:
-        return _Verdict.BAD
+        is_refused = isinstance(error.__cause__, PermissionError)
+        return _Verdict.WRONG if is_refused else _Verdict.BAD
     if isinstance(error, ValidationError) and error.phase == _VALIDATE:
         return _Verdict.BAD
     return _Verdict.LOOK if isinstance(error, LoadError) else _Verdict.WRONG
@@ -186,45 +192,38 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
 class _Choosing:
     """Chooses on rank 0, and tells the others. Remembers what was tried."""
 
-    def __init__(self, tools: Tools, timeout_s: float) -> None:
+    def __init__(self, tools: Tools, timeout_s: float, *, in_place: bool) -> None:
         self._tools = tools
+        self._in_place = in_place
         self._timeout_s = timeout_s
         self._tried: CheckpointInfo | None = None
         self._bad: dict[_Identity, PassedOver] = {}
         self._told: set[PassedOver] = set()
 
-    def first(self) -> _Choice:
-        return self._agree(None)
-
-    def after(self, error: CheckpointError) -> _Choice:
-        """The next choice, given what the load of the last has raised on this rank."""
-        return self._agree(error)
-
-    def _agree(self, error: CheckpointError | None) -> _Choice:
-        """Of an error that spread, the rank where it began knows the most: its verdict counts."""
-        own = b"" if error is None else judge(error).value.encode()
+    def choose(self, error: CheckpointError | None = None) -> _Choice:
+        """The next, given what the load of the last one has raised on this rank. Of an error that
+        has spread the rank where it began knows the most, so that all of them are asked."""
+        own = b"" if error is None else _judge(error).value.encode()
         with self._tools.coordinator.operation("resume", self._timeout_s) as operation:
             verdicts = operation.gather(own)
             told = None
             if verdicts is not None:
-                choice = self._choose(operation, error, {each.decode() for each in verdicts})
+                choice = self._decide(operation, error, {each.decode() for each in verdicts})
                 told = msgspec.json.encode(choice)
             return msgspec.json.decode(operation.broadcast(told), type=_Choice)
 
-    def _choose(
+    def _decide(
         self, operation: Operation, error: CheckpointError | None, verdicts: set[str]
     ) -> _Choice:
         if _Verdict.WRONG.value in verdicts:
             return _Choice(is_over=True)
         scan = Watch(operation).run(lambda _: self._scan())
         tried = self._tried
-        if error is not None and tried is not None:
-            is_there = _identity(tried) in map(_identity, scan.infos)
-            if is_there and _Verdict.LOOK.value in verdicts:
+        if error is not None and tried is not None and _is_in(scan, tried):
+            if _Verdict.LOOK.value in verdicts:
                 return _Choice(is_over=True)
-            if is_there:
-                passed = PassedOver(prefix=tried.prefix, step=tried.step, reason=str(error))
-                self._bad[_identity(tried)] = passed
+            passed = PassedOver(prefix=tried.prefix, step=tried.step, reason=str(error))
+            self._bad[_identity(tried)] = passed
         return self._newest(scan)
 
     def _newest(self, scan: Scan) -> _Choice:
@@ -242,9 +241,10 @@ class _Choosing:
                 _log.warning("resume passes over %s", each)
         self._told.update(passed_over)
         if self._tried is None and passed_over:
+            state = "The tensors hold anything now" if self._in_place else "Nothing was loaded"
             raise LoadError(
-                "there are checkpoints, and none of them can be loaded. Nothing was loaded; mend "
-                "or delete them, or choose another storage, to begin anew.\n"
+                f"there are checkpoints, and none of them can be loaded. {state}; mend or delete "
+                "them, or choose another storage, to begin anew.\n"
                 + "\n".join(capped([str(each) for each in passed_over])),
                 path=self._tools.storage.url,
             )
@@ -257,7 +257,7 @@ class _Choosing:
         """``StorageError`` and the like if the storage does not answer, also for one record."""
         scan = self._tools.catalog.scan()
         for each in scan.unreadable:
-            if judge(each.error) is not _Verdict.BAD:
+            if _judge(each.error) is not _Verdict.BAD:
                 raise each.error
         return scan
 
@@ -265,6 +265,10 @@ class _Choosing:
 def _identity(info: CheckpointInfo) -> _Identity:
     """Tells a checkpoint from one that has replaced it under the same name."""
     return info.prefix, info.ordinal, info.timestamp
+
+
+def _is_in(scan: Scan, info: CheckpointInfo) -> bool:
+    return _identity(info) in map(_identity, scan.infos)
 
 
 def _ranks(count: int) -> str:

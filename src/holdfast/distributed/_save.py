@@ -20,7 +20,7 @@ from holdfast.catalog._model_index import write_index
 from holdfast.catalog._shard_write import Tick
 from holdfast.catalog._writing import check_record_size, record_of
 from holdfast.contracts import Operation
-from holdfast.distributed._aftermath import COMMITTER, Standing, give_up, tidy_up, was_cancelled
+from holdfast.distributed._aftermath import COMMITTER, Standing, give_up, tidy_up
 from holdfast.distributed._announcing import Announced, announce, look_for
 from holdfast.distributed._borrowing import Borrowed
 from holdfast.distributed._collecting import collecting_later
@@ -88,6 +88,10 @@ class Saving:
         self._standing = Standing()
 
     @property
+    def is_committer(self) -> bool:
+        return self._rank == COMMITTER
+
+    @property
     def prefix(self) -> str:
         return self._standing.prefix
 
@@ -116,10 +120,6 @@ class Saving:
             tidy_up(self._tools, self._standing, has_index=self._is_consolidated)
         except BaseException as error:
             give_up(self._tools, self._standing, error)
-            if self._is_async and was_cancelled(error):
-                raise concurrent.futures.CancelledError(
-                    f"the save was cancelled on rank {error.rank}; nothing was committed"
-                ) from error
             raise
         return self.prefix
 
@@ -158,7 +158,7 @@ class Saving:
         with operation.phase("agree"), self._phase("agree"), collecting_later():
             prepared = self._preparing.agree(operation, looked, flat)
         versions = prepared.flat.versions()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if self._snapshot is None and torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what the training has queued is part of the state
         self._state_bytes = self._writer(prepared).total_bytes()
         if self._snapshot is not None:

@@ -14,7 +14,13 @@ from holdfast.distributed._save_record import OnSave, SaveRecord, log_record, te
 from holdfast.distributed._snapshots import Snapshots, Taken
 from holdfast.distributed._step_hook import steps_seen, unwatch, watch
 from holdfast.distributed._tools import Tools
-from holdfast.errors import CheckpointError, ErrorRecord, OperationTimeoutError, SaveInProgressError
+from holdfast.errors import (
+    CheckpointError,
+    ErrorRecord,
+    OperationTimeoutError,
+    RankTimeoutError,
+    SaveInProgressError,
+)
 
 
 class Saves:
@@ -40,13 +46,16 @@ class Saves:
         look = saving.look if failed is None else _raising(failed)
         error: BaseException | None = None
         try:
-            return saving.run(look, timeout_s)
+            prefix = saving.run(look, timeout_s)
         except BaseException as problem:
             error = problem
             raise
         finally:
-            self._tell(saving, error)
+            self._tell(saving.record(error))
             del error, failed, look  # or this frame and the error would keep each other alive
+        self._keep_up(saving)
+        self.finish_upkeep()
+        return prefix
 
     def start(self, request: Request, timeout_s: float) -> SaveHandle:
         """Save in the background. What is wrong with the state itself is raised here, as far as it
@@ -91,6 +100,11 @@ class Saves:
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Whether no save is under way, in up to that time from now. Raises none of its errors."""
+        if self._thread is threading.current_thread():
+            raise RuntimeError(
+                "a callback of a save in the background cannot save, load or wait: that save has "
+                "not ended before its callbacks have. Leave it to the thread that trains"
+            )
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -142,13 +156,18 @@ class Saves:
                 prefix = saving.run(look, timeout_s, promise.set_prefix)
             except BaseException as problem:  # noqa: BLE001 -- the handle raises it
                 error = problem
-            if taken is not None:
-                self._give_back(taken)
-            record = self._tell(saving, error)
+            try:
+                if taken is not None:
+                    self._give_back(taken)
+            finally:
+                error = None if error is None else promise.as_told(error)
+                record = saving.record(error)
+                try:
+                    self._tell(record)
+                finally:
+                    promise.keep(prefix, error, record)
             if error is None:
-                promise.set_result(prefix, record)
-            else:
-                promise.set_error(error, record)
+                self._keep_up(saving)
 
         # Not a daemon: the interpreter waits for it before it exits.
         thread = threading.Thread(target=work, name="holdfast-save", daemon=False)
@@ -166,9 +185,13 @@ class Saves:
 
     def _refuse_if_busy(self, timeout_s: float) -> None:
         """One rank may be through with a save a moment before another: all of them ask all."""
-        is_busy = not self.settle(0)
-        with self._tools.coordinator.operation("save-turn", timeout_s) as operation:
-            told = operation.all_gather(b"busy" if is_busy else b"")
+        is_busy = self._promise is not None and not self._promise.handle.done()
+        try:
+            with self._tools.coordinator.operation("save-turn", timeout_s) as operation:
+                told = operation.all_gather(b"busy" if is_busy else b"")
+        except RankTimeoutError as error:
+            error.add_note('when_busy="refuse" asks all ranks; give it to all of them, or to none.')
+            raise
         busy = [rank for rank, each in enumerate(told) if each]
         if busy:
             raise SaveInProgressError(
@@ -181,11 +204,20 @@ class Saves:
         promise, self._promise = self._promise, None
         return None if promise is None else promise.take_unseen()
 
-    def _tell(self, saving: Saving, error: BaseException | None) -> SaveRecord:
-        record = saving.record(error)
+    def finish_upkeep(self) -> None:
+        """Wait, for a minute at most, until what follows the last save is done."""
+        if self._tools.upkeep is not None:
+            self._tools.upkeep.finish()
+
+    def _keep_up(self, saving: Saving) -> None:
+        """After a commit: prune. Not in the save's time, and not in its thread: the next need not
+        wait for it."""
+        if self._tools.upkeep is not None and saving.is_committer:
+            self._tools.upkeep.begin()
+
+    def _tell(self, record: SaveRecord) -> None:
         log_record(record)
         tell_of_save(self._on_save, record)
-        return record
 
 
 def _raising(error: BaseException) -> Callable[[], NoReturn]:

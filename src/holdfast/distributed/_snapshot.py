@@ -35,7 +35,7 @@ from holdfast.errors import SaveError, TornSnapshotError
 from holdfast.format import CHUNK_BYTES
 
 _NAMED: Final = 5
-_RATE_BYTES: Final = 16 * 1024 * 1024
+_RATE_BYTES: Final = 4 * 1024 * 1024
 """How much must have been written before its speed is worth knowing."""
 
 
@@ -118,19 +118,24 @@ class Snapshot:
 
     def finish(self) -> None:
         """Nothing more is read: ``check`` knows all that can be known."""
-        self.needs({})
-        with self._changed:
-            while any(unit.is_live for unit in self._units):
-                self._changed.wait()
+        while True:
+            self.needs({})
+            with self._changed:  # a copy that is interrupted leaves its unit LIVE
+                if not any(unit.is_live for unit in self._units):
+                    return
+                if any(unit.state is State.BUSY for unit in self._units):
+                    self._changed.wait()
 
     def needs(self, spans: Mapping[Kept, Sequence[Span]]) -> None:
         """Only these bytes will be read from now on. May be called again, with less."""
-        wanted = {id(kept.leaf): spans[kept] for kept in spans}
+        wanted: dict[int, list[Span]] = {}
+        for kept, ranges in spans.items():
+            wanted.setdefault(id(kept.leaf), []).extend(ranges)
         dropped = []
         with self._changed:
             for unit in self._units:
-                unit.unspent = sum(p.shared(wanted.get(id(p.leaf), ())) for p in unit.pieces)
-                if unit.unspent:
+                unit.needed = sum(p.shared(wanted.get(id(p.leaf), ())) for p in unit.pieces)
+                if unit.needed:
                     continue
                 if unit.state is State.LIVE:
                     unit.state = State.BUSY
@@ -205,17 +210,19 @@ class Snapshot:
     def read_piece(self, piece: Piece, low: int, high: int, *, spend: bool) -> Iterator[memoryview]:
         """Those bytes of a leaf, which are in the piece; see ``Kept.read``."""
         at = low
+        if spend:
+            self._unspend(piece, low, high)
         while at < high:
             slot = self._slot_of(piece.unit, stage=spend and piece.unit.waits)
             if slot is not None:
                 start = piece.at + at - piece.start
                 yield memoryview(slot.numpy())[start : start + high - at]
                 break
-            stop = min(high, at + CHUNK_BYTES) if piece.source.dim() == 1 else high
+            stop = min(high, at + CHUNK_BYTES) if piece.is_bytes else high
             yield self._look(piece, at, stop)
             at = stop
         if spend:
-            self._spend(piece.unit, high - low)
+            self._spend(piece, low, high)
 
     def _slot_of(self, unit: Unit, *, stage: bool) -> torch.Tensor | None:
         """Where a unit is staged; ``None`` if it is LIVE, and now BUSY. With ``stage`` it is
@@ -230,10 +237,7 @@ class Snapshot:
                     "be written once more; with a larger staging_bytes it can. Nothing was "
                     "committed"
                 )
-            if unit.state is State.SPENT:
-                self._spent.remove(unit)
-                unit.state = State.STAGED
-            if unit.state is State.STAGED:
+            if unit.state in {State.STAGED, State.SPENT}:
                 return unit.slot
             slot = self._take_slot() if stage else None
             unit.state = State.BUSY
@@ -246,7 +250,7 @@ class Snapshot:
         """A copy of bytes where they live. The unit is BUSY, and then LIVE again."""
         try:
             _check_memory(piece)
-            if piece.source.dim() == 1 and piece.source.dtype is torch.uint8:
+            if piece.is_bytes:
                 return memory_of(_part(piece, low, high).clone().cpu())
             whole = memory_of(piece.source.clone(memory_format=torch.contiguous_format).cpu())
             return whole[low - piece.start : high - piece.start]
@@ -255,16 +259,27 @@ class Snapshot:
                 piece.unit.state = State.LIVE
                 self._changed.notify_all()
 
-    def _spend(self, unit: Unit, nbytes: int) -> None:
-        now_s = time.monotonic()
+    def _unspend(self, piece: Piece, low: int, high: int) -> None:
+        """Bytes are about to be written, perhaps once more: their memory is needed."""
+        unit = piece.unit
         with self._changed:
-            self._spent_bytes += nbytes
+            unit.written.pop((id(piece), low, high), None)
+            if unit.state is State.SPENT and not unit.is_spent:
+                self._spent.remove(unit)
+                unit.state = State.STAGED
+
+    def _spend(self, piece: Piece, low: int, high: int) -> None:
+        """Bytes were written. What waits for room gets theirs; what is not to be copied stays
+        LIVE until the end, and so can be written again."""
+        now_s, unit = time.monotonic(), piece.unit
+        with self._changed:
+            self._spent_bytes += high - low
             self._spent_s = (self._spent_s or (now_s, now_s))[0], now_s
-            unit.unspent -= nbytes
-            is_dropped = unit.unspent <= 0 and unit.state is State.LIVE
+            unit.written[id(piece), low, high] = high - low
+            is_dropped = unit.waits and unit.state is State.LIVE and unit.is_spent
             if is_dropped:
                 unit.state = State.BUSY
-            elif unit.unspent <= 0 and unit.state is State.STAGED:
+            elif unit.state is State.STAGED and unit.is_spent:
                 self._make_spent(unit)
             self._changed.notify_all()
         if is_dropped:
@@ -302,8 +317,26 @@ class Snapshot:
                     self._changed.wait()
                     continue
                 self._rushing = self._rushing or not background
-                unit.state = State.BUSY
-            self._stage(unit, slot, background=background)
+            self._claim_and_stage(unit, slot, background=background)
+
+    def _claim_and_stage(self, unit: Unit, slot: torch.Tensor, *, background: bool) -> None:
+        """Copy a unit, unless another thread is ahead. An interrupt at any point leaves it LIVE,
+        or copied."""
+        is_mine = False
+        try:
+            with self._changed:
+                if unit.state is State.LIVE:
+                    is_mine, unit.state = True, State.BUSY
+                else:
+                    self._pool.give(slot)
+            if is_mine:
+                self._stage(unit, slot, background=background)
+        except BaseException:
+            with self._changed:
+                if is_mine and unit.state is State.BUSY:
+                    unit.state = State.LIVE
+                    self._changed.notify_all()
+            raise
 
     def _take_slot(self) -> torch.Tensor | None:
         """A slot of the pool, or that of what is SPENT. The caller has the lock."""
@@ -341,7 +374,7 @@ class Snapshot:
                 unit.state = state
                 if state is State.STAGED:
                     unit.slot = slot
-                    if not unit.unspent:
+                    if unit.is_spent:
                         self._make_spent(unit)
                 else:
                     self._pool.give(slot)
@@ -349,15 +382,19 @@ class Snapshot:
 
     def _drop(self, unit: Unit) -> None:
         """A unit that this thread has made BUSY need not be copied."""
-        self._settle(unit)
-        with self._changed:
-            unit.state = State.GONE
-            self._changed.notify_all()
+        try:
+            self._settle(unit)
+        except Exception as error:  # noqa: BLE001 -- ``check`` raises it
+            self._error = error
+        finally:
+            with self._changed:
+                unit.state = State.GONE
+                self._changed.notify_all()
 
     def _copy(self, piece: Piece, slot: torch.Tensor, *, background: bool) -> None:
         source = piece.source
         into = slot[piece.at : piece.at + piece.stop - piece.start]
-        if source.dtype is not torch.uint8 or source.dim() != 1:
+        if not piece.is_bytes:
             into = into.view(source.dtype).view(source.shape)
         _check_memory(piece)
         stream = self._streams.get(source.device)
@@ -367,7 +404,7 @@ class Snapshot:
             with torch.cuda.stream(stream):
                 into.copy_(source, non_blocking=True)
             stream.synchronize()
-        elif source.dtype is torch.uint8 and source.dim() == 1:
+        elif piece.is_bytes:
             # On this thread alone, while the others train; and without NumPy, which would have
             # torch refuse for ever to resize the source.
             ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel())
@@ -385,13 +422,15 @@ class Snapshot:
                 self._torn.append(leaf)
 
     def _predict(self) -> None:
+        if self.predicted_stall_s is not None:
+            return
         with self._changed:
             left = sum(unit.nbytes for unit in self._owned if unit.state is State.LIVE)
             room = self._pool.room_bytes() + len(self._spent) * SLOT_BYTES
             pace = self.pace()
             since_s = time.monotonic() - self._began_s
             start_s = 0.0 if self._spent_s is not None else max(0.0, pace.start_s - since_s)
-        if left and self.predicted_stall_s is None:
+        if left:
             self.predicted_stall_s = pace.wait_s(left_bytes=left, room_bytes=room, start_s=start_s)
 
 

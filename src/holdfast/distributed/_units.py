@@ -47,14 +47,21 @@ class Seen:
 @dataclass(slots=True, eq=False)
 class Unit:
     """What is copied together, into one slot. ``waits`` if an optimizer that is about to step has
-    to wait until it is; ``unspent`` counts the bytes that are still to be written."""
+    to wait until it is; ``needed`` counts the bytes that are to be written, and ``written`` has
+    those that were, by piece."""
 
     waits: bool
     pieces: "list[Piece]" = field(default_factory=list)
     nbytes: int = 0
     state: State = State.LIVE
     slot: torch.Tensor | None = None
-    unspent: int = 0
+    needed: int = 0
+    written: "dict[tuple[int, int, int], int]" = field(default_factory=dict)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether all of it that is needed was written."""
+        return sum(self.written.values()) >= self.needed
 
     @property
     def is_live(self) -> bool:
@@ -68,7 +75,7 @@ class Unit:
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """Bytes ``start`` to ``stop`` of a leaf: those of ``source``, which are to be ``at`` in the
-    slot of their unit."""
+    slot of their unit. ``is_bytes`` if the source is these very bytes, one after the other."""
 
     leaf: "CutLeaf"
     start: int
@@ -76,9 +83,10 @@ class Piece:
     source: torch.Tensor
     unit: Unit
     at: int
+    is_bytes: bool
 
     def shared(self, spans: Sequence[Span]) -> int:
-        """How many of its bytes are in one of the spans, which do not overlap."""
+        """How many of its bytes the spans have, all of them together."""
         return sum(max(0, min(self.stop, high) - max(self.start, low)) for low, high in spans)
 
 
@@ -120,13 +128,14 @@ def cut_into_units(leaves: Iterable[CutLeaf], *, waits: bool) -> list[Unit]:
                     units.append(unit)
                     continue
                 nbytes = taken.numel() * taken.element_size()
-                piece = Piece(leaf, start, start + nbytes, taken, unit, unit.nbytes)
+                stop = start + nbytes
+                piece = Piece(leaf, start, stop, taken, unit, unit.nbytes, _is_bytes(taken))
                 unit.pieces.append(piece)
                 unit.nbytes = -(-(unit.nbytes + nbytes) // _ALIGN) * _ALIGN
                 leaf.pieces.append(piece)
-                start += nbytes
+                start = stop
     for unit in units:
-        unit.unspent = sum(piece.stop - piece.start for piece in unit.pieces)
+        unit.needed = sum(piece.stop - piece.start for piece in unit.pieces)
         for leaf in unit.leaves():
             leaf.live += 1
     return units
@@ -138,9 +147,13 @@ def _fitting(source: torch.Tensor, room: int) -> tuple[torch.Tensor | None, torc
     if nbytes <= room:
         return source, None
     whole = room // CHUNK_BYTES * CHUNK_BYTES
-    if source.dim() != 1 or source.dtype is not torch.uint8 or not whole:
+    if not whole or not _is_bytes(source):
         return None, source
     return source[:whole], source[whole:]
+
+
+def _is_bytes(source: torch.Tensor) -> bool:
+    return source.dim() == 1 and source.dtype is torch.uint8 and source.is_contiguous()
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -3,13 +3,16 @@ left. Knows when, not how; that a save is over is for its caller to know."""
 
 import logging
 import threading
-from typing import final
+from typing import Final, final
 
 from holdfast.catalog import Catalog, Retention
 from holdfast.contracts import Clock
 from holdfast.resilience import SystemClock
 
 _log = logging.getLogger("holdfast.distributed")
+
+PATIENCE_S: Final = 60.0
+"""How long a save or a checkpointer that is closed waits for its upkeep."""
 
 
 @final
@@ -25,6 +28,45 @@ class Upkeep:
         self._collect_at_s = self._clock.now() + catalog.lease_s
         self._collected = False
         self._busy = threading.Lock()
+        self._turn = threading.Lock()
+        self._wanted = 0
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """``after_save`` in the background, once more if it is under way already. What goes wrong
+        is logged: the checkpoint is there."""
+        with self._turn:
+            self._wanted += 1
+            if self._wanted > 1:
+                return
+        thread = threading.Thread(target=self._work, name="holdfast-upkeep", daemon=True)
+        self._thread = thread
+        thread.start()
+
+    def finish(self, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until what was begun has ended, but not longer than that."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                _log.warning(
+                    "the upkeep of %s goes on in the background", self._catalog.storage.url
+                )
+
+    def _work(self) -> None:
+        done = 0
+        while done < self._wanted:
+            done = self._wanted
+            try:
+                self.after_save()
+            except Exception as error:  # noqa: BLE001 -- the checkpoint is there
+                _log.warning(
+                    "the upkeep after a save failed; it is tried after the next: %s", error
+                )
+            with self._turn:
+                if done == self._wanted:
+                    self._wanted = 0
+                    return
 
     def after_save(self) -> None:
         """Prune; and once, as soon as a lease has passed since this was made, collect what saves

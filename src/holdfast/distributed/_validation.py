@@ -254,6 +254,8 @@ def _wrong_files(storage: Storage, found: Found) -> Iterator[Finding]:
             size_bytes = storage.stat(key).size_bytes
         except ObjectNotFoundError:
             problems[key] = "this file of the checkpoint is gone"
+        except ValueError as error:
+            problems[key] = f"there can be no such file: {error}"
         except CheckpointError as error:
             if error.transient:
                 raise
