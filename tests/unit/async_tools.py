@@ -148,7 +148,7 @@ class Training:
     def load(self, ckpt: DistributedCheckpoint, prefix: str) -> Any:
         """Load into this, and return what is then in it."""
         options = LoadOptions(checkpoint_prefix=prefix, load_rng_state=False)
-        ckpt.load(self.model, self.optimizer, options, extra=self.extra)
+        ckpt.load(self.model, self.optimizer, options, extra=self.extra or None)
         return self.content()
 
 

@@ -256,6 +256,8 @@ def _delete_all(storage: Storage, keys: Sequence[str]) -> None:
     for key in keys:
         try:
             storage.delete(key)
+        except ValueError:  # a record may name what no storage can hold: it is not there
+            _log.debug("not to be deleted, as it cannot be: %s", key)
         except CheckpointError as error:
             errors.append(error)
     if errors:

@@ -33,8 +33,8 @@ def check_same(operation: Operation, own: Mapping[str, object], failed: type[Fai
     for name, value in mine.items():
         if first[name] != value:
             raise failed(
-                f"{name} is {value!r} on rank {operation.rank} and {first[name]!r} on rank 0; give "
-                "every rank the same options. Nothing was changed"
+                f"{name} is {value!r} on rank {operation.rank} and {first[name]!r} on rank 0; all "
+                "ranks must make the same calls with the same options. Nothing was changed"
             )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.catalog._writing import storable_array
 from holdfast.distributed._modules import module_state, parameter_names
 from holdfast.distributed._optimizers import optimizer_state
-from holdfast.distributed._tensors import address
+from holdfast.distributed._tensors import home
 from holdfast.errors import SaveError
 from holdfast.format import PerRank
 from holdfast.format._value_model import MAX_VALUE_DEPTH
@@ -56,8 +56,8 @@ class Captured:
 
     ``agreed`` are the places of modules and optimizers, whose values must be the same on all
     ranks; ``buffers`` those of modules' buffers; ``own`` those that are each rank's own, where
-    the tree has a ``PerRank`` of one value. ``owned`` has where the tensors that optimizers change
-    are in memory, ``of_modules`` where those of modules are.
+    the tree has a ``PerRank`` of one value. ``owned`` has where the memory is that optimizers
+    change, ``frozen`` where that of modules' parameters is that nothing trains.
     """
 
     tree: object
@@ -65,7 +65,7 @@ class Captured:
     buffers: frozenset[Place]
     own: frozenset[Place]
     owned: frozenset[int]
-    of_modules: frozenset[int]
+    frozen: frozenset[int]
 
 
 def capture(state: object) -> Captured:
@@ -78,7 +78,7 @@ def capture(state: object) -> Captured:
         buffers=frozenset(walk.buffers),
         own=frozenset(walk.own),
         owned=frozenset(walk.owned),
-        of_modules=frozenset(walk.of_modules),
+        frozen=frozenset(walk.frozen),
     )
 
 
@@ -161,6 +161,10 @@ def _members(value: object) -> Iterator[tuple[Any, object]]:
         yield from enumerate(value)  # type: ignore[arg-type]
 
 
+def _tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    return (each for each in leaves_in(tree) if isinstance(each, torch.Tensor))
+
+
 @dataclass(slots=True, kw_only=True)
 class _Walk:
     parameters: Mapping[int, ParameterName]
@@ -168,7 +172,7 @@ class _Walk:
     buffers: set[Place] = field(default_factory=set)
     own: set[Place] = field(default_factory=set)
     owned: set[int] = field(default_factory=set)
-    of_modules: set[int] = field(default_factory=set)
+    frozen: set[int] = field(default_factory=set)
     _rebuild: Mapping[type, Callable[[Any, Place], object]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,9 +219,9 @@ class _Walk:
             kind = {OPTIMIZER_CLASS: type(value).__qualname__}
             state = optimizer_state(value, names_for(value, self.parameters)) | kind
             parameters = (each for group in value.param_groups for each in group["params"])
-            self.owned.update(map(address, chain(parameters, leaves_in(state))))
+            self.owned.update(map(home, chain(parameters, _tensors_in(state))))
             self.owned.discard(0)
-            return state
+            return self._dict(state, place)
         try:
             inner = value.state_dict()
         except Exception as error:
@@ -231,8 +235,8 @@ class _Walk:
         state = module_state(module, place=".".join(map(str, place)))
         self.agreed.add(place)
         self.buffers.update((*place, name) for name in state.buffers)
-        self.of_modules.update(map(address, leaves_in(state.values)))
-        return dict(state.values)
+        self.frozen.update(home(each) for each in module.parameters() if not each.requires_grad)
+        return self._dict(state.values, place)
 
     def _dict(self, value: Mapping[Any, object], place: Place) -> dict[Any, object]:
         return {key: self.value(item, (*place, key)) for key, item in value.items()}

@@ -88,6 +88,10 @@ class Saving:
         self._standing = Standing()
 
     @property
+    def step(self) -> int | None:
+        return self._options.step
+
+    @property
     def is_committer(self) -> bool:
         return self._rank == COMMITTER
 
@@ -153,7 +157,9 @@ class Saving:
             looked = look()
             if looked.taken is not None:
                 self._snapshot = looked.taken.snapshot
+                self._snapshot.give_way()
                 self._snapshot.cut()
+                self._snapshot.give_way()
             flat = self._preparing.flatten(looked)
         with operation.phase("agree"), self._phase("agree"), collecting_later():
             prepared = self._preparing.agree(operation, looked, flat)
@@ -190,6 +196,8 @@ class Saving:
     @contextlib.contextmanager
     def _phase(self, name: Literal["agree", "begin", "commit"]) -> Iterator[None]:
         self._check_stopped()
+        if self._snapshot is not None:
+            self._snapshot.give_way()
         with self.meter.phase(name), self.timings.measure(name):
             yield
 

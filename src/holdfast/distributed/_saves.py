@@ -2,10 +2,12 @@
 does in the background. Knows turns and outcomes, not how a save goes."""
 
 import threading
+import time
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Final, Literal, NoReturn
 
 from holdfast.distributed._handle import Promise, SaveHandle
 from holdfast.distributed._preparing import Looked, Request
@@ -22,6 +24,9 @@ from holdfast.errors import (
     SaveInProgressError,
 )
 
+_HEAD_START_S: Final = 0.002
+"""A training that steps at once is to be through with that before its save wants the processor."""
+
 
 class Saves:
     """Used by one thread. Every rank makes the same calls in the same order.
@@ -35,14 +40,16 @@ class Saves:
         self._snapshots = snapshots
         self._on_save = on_save
         self._thread: threading.Thread | None = None
-        self._promise: Promise | None = None
+        self._last: list[Promise] = []
+        self._number = 0
+        weakref.finalize(self, _report_unseen, self._last)
 
     def save(self, request: Request, timeout_s: float) -> str:
         """Save, and return the prefix. The error of a save in the background that nobody has been
         given is raised instead."""
         self.settle()
         failed = self._take_failed()
-        saving = Saving(self._tools, request)
+        saving = Saving(self._tools, self._numbered(request))
         look = saving.look if failed is None else _raising(failed)
         error: BaseException | None = None
         try:
@@ -60,31 +67,29 @@ class Saves:
     def start(self, request: Request, timeout_s: float) -> SaveHandle:
         """Save in the background. What is wrong with the state itself is raised here, as far as it
         can be told at once."""
-        saving = Saving(self._tools, request, is_async=True)
-        promise = Promise(
-            step=request.options.step, progress=saving.meter.now, on_cancel=saving.cancel
-        )
-        may_begin = threading.Event()
-        run = partial(self._run, saving, promise, timeout_s, may_begin)
+        job = _Job(Saving(self._tools, self._numbered(request), is_async=True), timeout_s)
         try:
-            with saving.timings.measure("stall"):
+            with job.saving.timings.measure("stall"):
                 self._take_turn(request.options.when_busy, timeout_s)
                 try:
-                    looked, taken = self._look(saving, copy=request.options.snapshot == "copy")
+                    self._look(job, copy=request.options.snapshot == "copy")
                 except BaseException as error:
-                    run(_raising(self._told(error)))
-                    self._promise = None  # it is raised right here
+                    job.look = _raising(self._told(error))
+                    self._run(job)
+                    self._last.clear()  # it is raised right here
                     raise
-                run(lambda: looked, taken=taken)
-                if not taken.snapshot.copy_at_once(wait=False):
-                    may_begin.set()  # there will be room when something is written
-                    taken.snapshot.copy_at_once()
+                self._run(job)
+                if job.taken is not None and not job.taken.snapshot.copy_at_once(wait=False):
+                    job.may_begin.set()  # there will be room when something is written
+                    job.taken.snapshot.copy_at_once()
         except BaseException:
-            saving.cancel()  # what is not copied by now will not stay as it is
+            # What is not copied by now will not stay as it is. Its thread may not even have begun.
+            if job.saving.cancel() and job.taken is not None:
+                self._give_back(job.taken)
             raise
         finally:
-            may_begin.set()  # not before: what it takes counts this, too
-        return promise.handle
+            job.may_begin.set()  # not before: what it takes counts this, too
+        return job.promise.handle
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when no save is under way, and raise the error of the last one if nobody has been
@@ -105,28 +110,25 @@ class Saves:
                 "a callback of a save in the background cannot save, load or wait: that save has "
                 "not ended before its callbacks have. Leave it to the thread that trains"
             )
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
+        thread = self._thread
+        if thread is not None and thread.ident is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
                 return False
-            self._thread = None
+        self._thread = None
         return True
 
-    def _look(self, saving: Saving, *, copy: bool) -> tuple[Looked, Taken]:
+    def _look(self, job: "_Job", *, copy: bool) -> None:
         """The state of this moment; what nobody would keep as it is is copied, as far as there is
         room."""
         failed = self._take_failed()
         if failed is not None:
             raise failed
-        looked = saving.look()
-        taken = self._snapshots.take(looked.captured, steps=steps_seen(), copy=copy)
-        try:
-            watch(taken.snapshot)
-            taken.snapshot.copy_at_once(wait=False)
-        except BaseException:
-            self._give_back(taken)
-            raise
-        return replace(looked, taken=taken), taken
+        looked = job.saving.look()
+        job.taken = self._snapshots.take(looked.captured, steps=steps_seen(), copy=copy)
+        job.look = partial(replace, looked, taken=job.taken)
+        watch(job.taken.snapshot)
+        job.taken.snapshot.copy_at_once(wait=False)
 
     def _told(self, error: BaseException) -> BaseException:
         """What the other ranks are told of an error that is raised here. Not the error itself: two
@@ -137,42 +139,39 @@ class Saves:
             error.rank, error.phase = told.rank, told.phase
         return told
 
-    def _run(
-        self,
-        saving: Saving,
-        promise: Promise,
-        timeout_s: float,
-        may_begin: threading.Event,
-        look: Callable[[], Looked],
-        *,
-        taken: Taken | None = None,
-    ) -> None:
-        """Have a thread save, once it may begin."""
+    def _run(self, job: "_Job") -> None:
+        """Have a thread save, once it may begin. Not a daemon: the interpreter waits for it before
+        it exits."""
+        work = partial(self._work, job)
+        self._thread = threading.Thread(target=work, name="holdfast-save", daemon=False)
+        self._last[:] = [job.promise]
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread is to be had
+            self._thread = None
+            self._last.clear()
+            raise
 
-        def work() -> None:
-            may_begin.wait()
-            prefix, error = "", None
+    def _work(self, job: "_Job") -> None:
+        job.may_begin.wait()
+        time.sleep(_HEAD_START_S)
+        prefix, error = "", None
+        try:
+            prefix = job.saving.run(job.look, job.timeout_s, job.promise.set_prefix)
+        except BaseException as problem:  # noqa: BLE001 -- the handle raises it
+            error = problem
+        try:
+            if job.taken is not None:
+                self._give_back(job.taken)
+        finally:
+            error = None if error is None else job.promise.as_told(error)
+            record = job.saving.record(error)
             try:
-                prefix = saving.run(look, timeout_s, promise.set_prefix)
-            except BaseException as problem:  # noqa: BLE001 -- the handle raises it
-                error = problem
-            try:
-                if taken is not None:
-                    self._give_back(taken)
+                self._tell(record)
             finally:
-                error = None if error is None else promise.as_told(error)
-                record = saving.record(error)
-                try:
-                    self._tell(record)
-                finally:
-                    promise.keep(prefix, error, record)
-            if error is None:
-                self._keep_up(saving)
-
-        # Not a daemon: the interpreter waits for it before it exits.
-        thread = threading.Thread(target=work, name="holdfast-save", daemon=False)
-        thread.start()
-        self._thread, self._promise = thread, promise
+                job.promise.keep(prefix, error, record)
+        if error is None:
+            self._keep_up(job.saving)
 
     def _give_back(self, taken: Taken) -> None:
         unwatch(taken.snapshot)
@@ -185,7 +184,7 @@ class Saves:
 
     def _refuse_if_busy(self, timeout_s: float) -> None:
         """One rank may be through with a save a moment before another: all of them ask all."""
-        is_busy = self._promise is not None and not self._promise.handle.done()
+        is_busy = any(not promise.handle.done() for promise in self._last)
         try:
             with self._tools.coordinator.operation("save-turn", timeout_s) as operation:
                 told = operation.all_gather(b"busy" if is_busy else b"")
@@ -201,8 +200,14 @@ class Saves:
             )
 
     def _take_failed(self) -> BaseException | None:
-        promise, self._promise = self._promise, None
-        return None if promise is None else promise.take_unseen()
+        unseen = [promise.take_unseen() for promise in self._last]
+        self._last.clear()
+        return unseen[0] if unseen else None
+
+    def _numbered(self, request: Request) -> Request:
+        """Ranks that do not make the same saves would mix one step with another."""
+        self._number += 1
+        return replace(request, number=self._number)
 
     def finish_upkeep(self) -> None:
         """Wait, for a minute at most, until what follows the last save is done."""
@@ -218,6 +223,35 @@ class Saves:
     def _tell(self, record: SaveRecord) -> None:
         log_record(record)
         tell_of_save(self._on_save, record)
+
+
+@dataclass(slots=True)
+class _Job:
+    """One save in the background, from the thread that trains to the one that saves."""
+
+    saving: Saving
+    timeout_s: float
+    look: Callable[[], Looked] = field(init=False)
+    taken: Taken | None = None
+    promise: Promise = field(init=False)
+    may_begin: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.look = self.saving.look
+        self.promise = Promise(
+            step=self.saving.step, progress=self.saving.meter.now, on_cancel=self.saving.cancel
+        )
+
+
+def _report_unseen(last: list[Promise]) -> None:
+    """At the end of the program, or of a checkpointer that was not closed: an error that nobody
+    asked for is reported as Python reports one that has ended a thread."""
+    for promise in last:
+        error = promise.take_unseen()
+        if error is not None:
+            thread = threading.Thread(name="holdfast-save")
+            told = (type(error), error, error.__traceback__, thread)
+            threading.excepthook(threading.ExceptHookArgs(told))
 
 
 def _raising(error: BaseException) -> Callable[[], NoReturn]:

@@ -16,27 +16,24 @@ for what has to outlast a step. So a pool that is too small makes ``freeze`` wai
 and the writer waits for nobody.
 """
 
-import ctypes
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
-from typing import Any, Final
+from typing import Final, NoReturn
 
 import torch
 
-from holdfast.distributed._pace import Pace
+from holdfast.distributed._bell import Bell
+from holdfast.distributed._copying import Claim, copy_claims, copy_of, streams_for, torn
+from holdfast.distributed._pace import Pace, Pacer
 from holdfast.distributed._pool import SLOT_BYTES, Pool
-from holdfast.distributed._tensors import has_memory, memory_of
+from holdfast.distributed._tensors import home
 from holdfast.distributed._units import CutLeaf, Piece, Span, State, Unit, cut_into_units
-from holdfast.errors import SaveError, TornSnapshotError
+from holdfast.errors import SaveError
 from holdfast.format import CHUNK_BYTES
 
-_NAMED: Final = 5
-_RATE_BYTES: Final = 4 * 1024 * 1024
-"""How much must have been written before its speed is worth knowing."""
+_RUSH_S: Final = 0.5
 
 
 class Kept:
@@ -78,24 +75,22 @@ class Snapshot:
         pace: Pace | None = None,
     ) -> None:
         self._pool = pool
-        self._changed = threading.Condition()
-        self._uncut = [(tuple(owned), True), (tuple(still), False)]
-        self._still = {leaf.tensor.data_ptr(): leaf for leaf in still if leaf.seen is not None}
+        self._bell = Bell()
+        self._uncut: tuple[Sequence[CutLeaf], Sequence[CutLeaf]] | None = (owned, still)
+        self._still: dict[int, list[CutLeaf]] = {}
+        for leaf in still:
+            if leaf.seen is not None:
+                self._still.setdefault(home(leaf.tensor), []).append(leaf)
         self._others = cut_into_units(others, waits=True)
         self._owned: list[Unit] = []
         self._units = [*self._others]
-        self._streams = _streams({leaf.tensor.device for leaf in chain(owned, others)})
+        self._streams = streams_for({leaf.tensor.device for leaf in chain(owned, still, others)})
         self._spent: deque[Unit] = deque()
         self._torn: list[CutLeaf] = []
         self._error: Exception | None = None
         self._closed = False
-        self._rushing = False  # whether a training waits for copies: then all else does
-        self._pace = pace or Pace()
-        self._began_s = time.monotonic()
-        self._copied_bytes = 0  # by a training that waited for it
-        self._copied_s = 0.0
-        self._spent_bytes = 0
-        self._spent_s: tuple[float, float] | None = None
+        self._rush_until_s = 0.0  # a training waits for copies until then: so does all else
+        self._pacer = Pacer(pace or Pace())
         self.copy_s = 0.0
         self.stall_s = 0.0
         self.predicted_stall_s: float | None = None
@@ -103,13 +98,21 @@ class Snapshot:
     def cut(self) -> None:
         """Before anything is read of it. Takes a while, so the thread that trains does not do it,
         unless it is about to step. Idempotent."""
-        with self._changed:
-            while self._uncut:
-                leaves, waits = self._uncut.pop()
-                units = cut_into_units(leaves, waits=waits)
-                self._units += units
-                if waits:
-                    self._owned = units
+        with self._bell.lock:
+            if self._uncut is not None:
+                owned, still = self._uncut
+                cut = cut_into_units(owned, waits=True), cut_into_units(still, waits=False)
+                self._units = [*self._others, *cut[0], *cut[1]]
+                self._owned, self._uncut = cut[0], None
+
+    def give_way(self) -> None:
+        """Wait while a training waits for copies: it is the sooner through."""
+        while True:
+            with self._bell.lock:
+                if not self._is_rushing():
+                    return
+                sleeper = self._bell.listen()
+            self._bell.sleep(sleeper)
 
     def copy_at_once(self, *, wait: bool = True) -> bool:
         """Copy what nobody would keep as it is. If there is no room, waits for what is written,
@@ -120,11 +123,11 @@ class Snapshot:
         """Nothing more is read: ``check`` knows all that can be known."""
         while True:
             self.needs({})
-            with self._changed:  # a copy that is interrupted leaves its unit LIVE
+            with self._bell.lock:  # a copy that is interrupted leaves its unit LIVE
                 if not any(unit.is_live for unit in self._units):
                     return
-                if any(unit.state is State.BUSY for unit in self._units):
-                    self._changed.wait()
+                sleeper = self._bell.listen()
+            self._bell.sleep(sleeper)
 
     def needs(self, spans: Mapping[Kept, Sequence[Span]]) -> None:
         """Only these bytes will be read from now on. May be called again, with less."""
@@ -132,7 +135,7 @@ class Snapshot:
         for kept, ranges in spans.items():
             wanted.setdefault(id(kept.leaf), []).extend(ranges)
         dropped = []
-        with self._changed:
+        with self._bell.lock:
             for unit in self._units:
                 unit.needed = sum(p.shared(wanted.get(id(p.leaf), ())) for p in unit.pieces)
                 if unit.needed:
@@ -142,7 +145,7 @@ class Snapshot:
                     dropped.append(unit)
                 elif unit.state is State.STAGED:
                     self._make_spent(unit)
-            self._changed.notify_all()
+            self._bell.ring()
         for unit in dropped:
             self._drop(unit)
 
@@ -156,15 +159,15 @@ class Snapshot:
         """Whether there are tensors that are written from where they live."""
         return bool(self._still)
 
-    def freeze(self, addresses: Iterable[int] = ()) -> None:
-        """Copy what an optimizer may change, which may do so once this returns; ``addresses`` has
+    def freeze(self, homes: Iterable[int] = ()) -> None:
+        """Copy what an optimizer may change, which may do so once this returns; ``homes`` has
         where the parameters of this one are. Waits for what is being copied and, if there is no
         room, for what is being written. Whatever is wrong with the save is not raised here."""
         began_s = time.monotonic()
         self.cut()
         self._predict()
-        known = (self._still.get(at) for at in addresses)
-        moving = {id(p.unit): p.unit for leaf in known if leaf is not None for p in leaf.pieces}
+        known = (leaf for at in homes for leaf in self._still.get(at, ()))
+        moving = {id(p.unit): p.unit for leaf in known for p in leaf.pieces}
         try:
             self._copy_units([*self._owned, *moving.values()])
         finally:
@@ -175,37 +178,36 @@ class Snapshot:
         if self._error is not None:
             raise self._error
         if self._torn:
-            raise _torn([leaf.name or "a tensor" for leaf in self._torn])
+            raise torn([leaf.name or "a tensor" for leaf in self._torn])
 
     def pace(self) -> Pace:
         """How fast it went, as far as that is known by now."""
-        pace = self._pace
-        first_s, last_s = self._spent_s or (0.0, 0.0)
-        if self._spent_bytes >= _RATE_BYTES and last_s > first_s:
-            rate = self._spent_bytes / (last_s - first_s)
-            pace = replace(pace, write_rate=rate, start_s=first_s - self._began_s)
-        if self._copied_bytes >= _RATE_BYTES and self._copied_s > 0:
-            pace = replace(pace, copy_rate=self._copied_bytes / self._copied_s)
-        return pace
+        return self._pacer.pace()
 
     def close(self) -> None:
         """Give all memory back. Whoever waits in ``freeze`` goes on. Idempotent."""
-        with self._changed:
-            self._closed = True
-            while any(unit.state is State.BUSY for unit in self._units):
-                self._changed.wait()
-            for unit in self._units:
-                unit.state = State.GONE
-                for leaf in unit.leaves():
-                    leaf.pieces = []
-                unit.pieces = []
-                if unit.slot is not None:
-                    self._pool.give(unit.slot)
-                    unit.slot = None
-            self._units, self._owned, self._others, self._uncut = [], [], [], []
-            self._still = {}
-            self._spent.clear()
-            self._changed.notify_all()
+        self._closed = True
+        while True:
+            with self._bell.lock:
+                self._bell.ring()
+                if not any(unit.state is State.BUSY for unit in self._units):
+                    self._give_all_back()
+                    return
+                sleeper = self._bell.listen()
+            self._bell.sleep(sleeper)
+
+    def _give_all_back(self) -> None:
+        for unit in self._units:
+            unit.state = State.GONE
+            for leaf in unit.leaves():
+                leaf.pieces = []
+            unit.pieces = []
+            if unit.slot is not None:
+                self._pool.give(unit.slot)
+                unit.slot = None
+        self._units, self._owned, self._others, self._uncut = [], [], [], None
+        self._still = {}
+        self._spent.clear()
 
     def read_piece(self, piece: Piece, low: int, high: int, *, spend: bool) -> Iterator[memoryview]:
         """Those bytes of a leaf, which are in the piece; see ``Kept.read``."""
@@ -227,42 +229,49 @@ class Snapshot:
     def _slot_of(self, unit: Unit, *, stage: bool) -> torch.Tensor | None:
         """Where a unit is staged; ``None`` if it is LIVE, and now BUSY. With ``stage`` it is
         copied first, if there is room."""
-        with self._changed:
-            while unit.state is State.BUSY or (self._rushing and not self._closed):
-                self._changed.wait()
-            if unit.state is State.GONE:
-                self.check()
-                raise SaveError(
-                    "the memory of what was being written has been used again, so that it cannot "
-                    "be written once more; with a larger staging_bytes it can. Nothing was "
-                    "committed"
-                )
-            if unit.state in {State.STAGED, State.SPENT}:
-                return unit.slot
-            slot = self._take_slot() if stage else None
-            unit.state = State.BUSY
+        while True:
+            with self._bell.lock:
+                if unit.state is State.GONE:
+                    self._refuse_again()
+                if unit.state is not State.BUSY and not self._is_rushing():
+                    if unit.state is not State.LIVE:
+                        return unit.slot
+                    slot = self._take_slot() if stage else None
+                    unit.state = State.BUSY
+                    break
+                sleeper = self._bell.listen()
+            self._bell.sleep(sleeper)
         if slot is None:
             return None
-        self._stage(unit, slot, background=True)
+        self._stage([(unit, slot)], background=True)
         return self._slot_of(unit, stage=stage)
+
+    def _refuse_again(self) -> NoReturn:
+        self.check()
+        if self._closed:
+            raise SaveError("the save was given up; nothing was committed")
+        raise SaveError(
+            "the memory of what was being written has been used again, so that it cannot be "
+            "written once more; with a larger staging_bytes it can. Nothing was committed"
+        )
+
+    def _is_rushing(self) -> bool:
+        """Whether a training waits for copies, as it said a moment ago."""
+        return not self._closed and time.monotonic() < self._rush_until_s
 
     def _look(self, piece: Piece, low: int, high: int) -> memoryview:
         """A copy of bytes where they live. The unit is BUSY, and then LIVE again."""
         try:
-            _check_memory(piece)
-            if piece.is_bytes:
-                return memory_of(_part(piece, low, high).clone().cpu())
-            whole = memory_of(piece.source.clone(memory_format=torch.contiguous_format).cpu())
-            return whole[low - piece.start : high - piece.start]
+            return copy_of(piece, low, high, self._streams)
         finally:
-            with self._changed:
+            with self._bell.lock:
                 piece.unit.state = State.LIVE
-                self._changed.notify_all()
+                self._bell.ring()
 
     def _unspend(self, piece: Piece, low: int, high: int) -> None:
         """Bytes are about to be written, perhaps once more: their memory is needed."""
         unit = piece.unit
-        with self._changed:
+        with self._bell.lock:
             unit.written.pop((id(piece), low, high), None)
             if unit.state is State.SPENT and not unit.is_spent:
                 self._spent.remove(unit)
@@ -271,17 +280,16 @@ class Snapshot:
     def _spend(self, piece: Piece, low: int, high: int) -> None:
         """Bytes were written. What waits for room gets theirs; what is not to be copied stays
         LIVE until the end, and so can be written again."""
-        now_s, unit = time.monotonic(), piece.unit
-        with self._changed:
-            self._spent_bytes += high - low
-            self._spent_s = (self._spent_s or (now_s, now_s))[0], now_s
+        unit = piece.unit
+        with self._bell.lock:
+            self._pacer.wrote(high - low)
             unit.written[id(piece), low, high] = high - low
             is_dropped = unit.waits and unit.state is State.LIVE and unit.is_spent
             if is_dropped:
                 unit.state = State.BUSY
             elif unit.state is State.STAGED and unit.is_spent:
                 self._make_spent(unit)
-            self._changed.notify_all()
+            self._bell.ring()
         if is_dropped:
             self._drop(unit)
 
@@ -293,50 +301,57 @@ class Snapshot:
             return self._copy_each(deque(units), background=background, wait=wait)
         finally:
             if not background:
-                with self._changed:
-                    self._rushing = False
-                    self._changed.notify_all()
+                with self._bell.lock:
+                    self._rush_until_s = 0.0
+                    self._bell.ring()
 
     def _copy_each(self, todo: deque[Unit], *, background: bool, wait: bool) -> bool:
-        while True:
-            with self._changed:
-                while todo and not todo[0].is_live:
-                    todo.popleft()
-                if not todo or self._closed:
-                    return True
-                if background and self._rushing:
-                    self._changed.wait()
-                    continue
-                unit = next((unit for unit in todo if unit.state is State.LIVE), None)
-                slot = None if unit is None else self._take_slot()
-                if unit is None or slot is None:
-                    if not wait:
-                        return False
-                    self._rushing = self._rushing and background
-                    self._changed.notify_all()  # who writes makes room
-                    self._changed.wait()
-                    continue
-                self._rushing = self._rushing or not background
-            self._claim_and_stage(unit, slot, background=background)
-
-    def _claim_and_stage(self, unit: Unit, slot: torch.Tensor, *, background: bool) -> None:
-        """Copy a unit, unless another thread is ahead. An interrupt at any point leaves it LIVE,
-        or copied."""
-        is_mine = False
+        claims: list[Claim] = []
         try:
-            with self._changed:
-                if unit.state is State.LIVE:
-                    is_mine, unit.state = True, State.BUSY
+            while True:
+                with self._bell.lock:
+                    while todo and not todo[0].is_live:
+                        todo.popleft()
+                    if not todo or self._closed:
+                        return True
+                    self._claim(todo, claims, background=background)
+                    if not claims and not wait:
+                        return False
+                    if not background:
+                        # Not while it waits for room: who writes makes some.
+                        self._rush_until_s = time.monotonic() + _RUSH_S if claims else 0.0
+                        self._bell.ring()
+                    sleeper = None if claims else self._bell.listen()
+                if sleeper is not None:
+                    self._bell.sleep(sleeper)
                 else:
-                    self._pool.give(slot)
-            if is_mine:
-                self._stage(unit, slot, background=background)
-        except BaseException:
-            with self._changed:
-                if is_mine and unit.state is State.BUSY:
+                    self._stage(claims, background=background)
+                    claims = []
+        finally:
+            self._unclaim(claims)  # after an interrupt
+
+    def _claim(self, todo: Iterable[Unit], claims: list[Claim], *, background: bool) -> None:
+        """Make units BUSY for which there is room: one in the background, else all. The caller has
+        the lock."""
+        if background and self._is_rushing():
+            return
+        for unit in todo:
+            if unit.state is State.LIVE:
+                slot = self._take_slot()
+                if slot is None:
+                    return
+                claims.append((unit, slot))
+                unit.state = State.BUSY
+                if background:
+                    return
+
+    def _unclaim(self, claims: Sequence[Claim]) -> None:
+        with self._bell.lock:
+            for unit, slot in claims:
+                if unit.state is State.BUSY:
                     unit.state = State.LIVE
-                    self._changed.notify_all()
-            raise
+                    self._pool.give(slot)
+            self._bell.ring()
 
     def _take_slot(self) -> torch.Tensor | None:
         """A slot of the pool, or that of what is SPENT. The caller has the lock."""
@@ -351,34 +366,35 @@ class Snapshot:
         unit.state = State.SPENT
         self._spent.append(unit)
 
-    def _stage(self, unit: Unit, slot: torch.Tensor, *, background: bool) -> None:
-        """Copy a unit that this thread has made BUSY. What goes wrong is the save's to raise, and
+    def _stage(self, claims: Sequence[Claim], *, background: bool) -> None:
+        """Copy units that this thread has made BUSY. What goes wrong is the save's to raise, and
         not the training's; unless it is an interrupt."""
         began_s = time.monotonic()
         state = State.LIVE
         try:
-            for piece in unit.pieces:
-                self._copy(piece, slot, background=background)
-            self._settle(unit)
+            copy_claims(claims, self._streams, background=background)
+            for unit, _ in claims:
+                self._settle(unit)
             state = State.STAGED
         except Exception as error:  # noqa: BLE001 -- ``check`` raises it
             self._error = error
             state = State.GONE
         finally:
-            with self._changed:
-                took_s = time.monotonic() - began_s
+            took_s = time.monotonic() - began_s
+            with self._bell.lock:
                 self.copy_s += took_s
                 if not background:
-                    self._copied_bytes += unit.nbytes
-                    self._copied_s += took_s
-                unit.state = state
-                if state is State.STAGED:
-                    unit.slot = slot
-                    if unit.is_spent:
-                        self._make_spent(unit)
-                else:
-                    self._pool.give(slot)
-                self._changed.notify_all()
+                    self._pacer.copied(sum(unit.nbytes for unit, _ in claims), took_s)
+                for unit, slot in claims:
+                    self._staged(unit, slot, state)
+                self._bell.ring()
+
+    def _staged(self, unit: Unit, slot: torch.Tensor, state: State) -> None:
+        unit.slot, unit.state = (slot if state is State.STAGED else None), state
+        if state is not State.STAGED:
+            self._pool.give(slot)
+        elif unit.is_spent:
+            self._make_spent(unit)
 
     def _drop(self, unit: Unit) -> None:
         """A unit that this thread has made BUSY need not be copied."""
@@ -387,35 +403,15 @@ class Snapshot:
         except Exception as error:  # noqa: BLE001 -- ``check`` raises it
             self._error = error
         finally:
-            with self._changed:
+            with self._bell.lock:
                 unit.state = State.GONE
-                self._changed.notify_all()
-
-    def _copy(self, piece: Piece, slot: torch.Tensor, *, background: bool) -> None:
-        source = piece.source
-        into = slot[piece.at : piece.at + piece.stop - piece.start]
-        if not piece.is_bytes:
-            into = into.view(source.dtype).view(source.shape)
-        _check_memory(piece)
-        stream = self._streams.get(source.device)
-        if not background or (source.device.type != "cpu" and stream is None):
-            into.copy_(source)
-        elif stream is not None:
-            with torch.cuda.stream(stream):
-                into.copy_(source, non_blocking=True)
-            stream.synchronize()
-        elif piece.is_bytes:
-            # On this thread alone, while the others train; and without NumPy, which would have
-            # torch refuse for ever to resize the source.
-            ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel())
-        else:
-            into.copy_(source)
+                self._bell.ring()
 
     def _settle(self, unit: Unit) -> None:
         """A unit is not to be LIVE again: see whether leaves of which it was the last are as they
         were. It is still BUSY, so that no optimizer steps meanwhile."""
         for leaf in unit.leaves():
-            with self._changed:
+            with self._bell.lock:
                 leaf.live -= 1
                 is_last = leaf.live <= 0  # less if a copy was interrupted and done again
             if is_last and leaf.seen is not None and not leaf.is_as_seen():
@@ -424,39 +420,9 @@ class Snapshot:
     def _predict(self) -> None:
         if self.predicted_stall_s is not None:
             return
-        with self._changed:
+        with self._bell.lock:
             left = sum(unit.nbytes for unit in self._owned if unit.state is State.LIVE)
             room = self._pool.room_bytes() + len(self._spent) * SLOT_BYTES
-            pace = self.pace()
-            since_s = time.monotonic() - self._began_s
-            start_s = 0.0 if self._spent_s is not None else max(0.0, pace.start_s - since_s)
+            wait_s = self._pacer.wait_s(left_bytes=left, room_bytes=room)
         if left:
-            self.predicted_stall_s = pace.wait_s(left_bytes=left, room_bytes=room, start_s=start_s)
-
-
-def _part(piece: Piece, low: int, high: int) -> torch.Tensor:
-    return piece.source[low - piece.start : high - piece.start]
-
-
-def _check_memory(piece: Piece) -> None:
-    if not has_memory(piece.source):
-        raise _torn([piece.leaf.name or "a tensor"])
-
-
-def _streams(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
-    """A stream for each device that begins after what the training has queued by now."""
-    streams = {}
-    for device in devices:
-        if device.type == "cuda":
-            streams[device] = torch.cuda.Stream(device)
-            streams[device].wait_stream(torch.cuda.current_stream(device))
-    return streams
-
-
-def _torn(names: Sequence[str]) -> TornSnapshotError:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return TornSnapshotError(
-        f"{', '.join(names[:_NAMED])}{more} changed while being saved, by something else than a "
-        "step of a torch optimizer, so that what was written is of no one moment; nothing was "
-        'committed. Change it when the save is done, or save with SaveOptions(snapshot="copy")'
-    )
+            self.predicted_stall_s = wait_s

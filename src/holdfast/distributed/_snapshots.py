@@ -19,6 +19,7 @@ from holdfast.distributed._tensors import (
     Unstorable,
     address,
     check_storable,
+    home,
     identity,
     is_distributed,
 )
@@ -143,11 +144,12 @@ class _Sorting:
         alike.append((value, leaf))
 
     def _sort(self, leaf: CutLeaf, at: int) -> None:
-        if not self.copy and at in self.captured.owned:
+        where = home(leaf.tensor)
+        if not self.copy and where in self.captured.owned:
             leaf.seen = Seen.of(leaf.tensor)
             self.owned.append(leaf)
             return
-        if not self.copy and at in self.captured.of_modules:
+        if not self.copy and where in self.captured.frozen:
             now = Seen.of(leaf.tensor)
             known = self.known[at] = self.known_before.get(at, _NOBODY).met(now, self.steps)
             if known.is_still(self.steps):

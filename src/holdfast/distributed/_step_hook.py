@@ -5,6 +5,7 @@ torch walks through its hooks without a lock, so that removing one from another 
 somebody's training. While there is no snapshot it does nothing.
 """
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from holdfast.distributed._snapshot import Kept, Snapshot
-from holdfast.distributed._tensors import address
+from holdfast.distributed._tensors import home
 from holdfast.distributed._units import Span
 
 _lock = threading.Lock()
@@ -27,6 +28,7 @@ def watch(snapshot: Snapshot) -> None:
     with _lock:
         if not _is_in_place:
             register_optimizer_step_pre_hook(_before_step)
+            os.register_at_fork(after_in_child=_forget)
             _is_in_place = True
         _watched = (*_watched, snapshot)
 
@@ -52,6 +54,12 @@ def unwatch(snapshot: Snapshot) -> None:
         _watched = tuple(each for each in _watched if each is not snapshot)
 
 
+def _forget() -> None:
+    """In a process that was forked nobody saves, and nobody would ever copy what is left."""
+    global _watched, _lock
+    _watched, _lock = (), threading.Lock()
+
+
 def steps_seen() -> int:
     """How many steps optimizers have taken, all of them together, since the first snapshot."""
     return _steps
@@ -61,7 +69,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     global _steps  # noqa: PLW0603
     _steps += 1
     for snapshot in _watched:
-        snapshot.freeze(map(address, _parameters(optimizer)) if snapshot.has_still else ())
+        snapshot.freeze(map(home, _parameters(optimizer)) if snapshot.has_still else ())
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Any]:

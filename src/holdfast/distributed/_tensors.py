@@ -126,6 +126,15 @@ def address(value: Any) -> int:
         return 0
 
 
+def home(value: Any) -> int:
+    """Where the memory begins that a tensor is in, and others may be in; 0 if it has none."""
+    local = value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001 -- as local_of
+    try:
+        return local.untyped_storage().data_ptr()  # type: ignore[no-any-return]
+    except (NotImplementedError, RuntimeError):  # a tensor without storage
+        return 0
+
+
 def identity(value: Any) -> tuple[Any, ...]:
     """Equal for two tensors or arrays that are the same memory seen in the same way."""
     if isinstance(value, np.ndarray):

@@ -1,6 +1,6 @@
 """What a checkpointer works with, and what it remembers between calls. Decides nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -51,6 +51,11 @@ class Tools:
     plans: Remembered = field(default_factory=Remembered)
     recent: Recent = field(default_factory=Recent)
     upkeep: Upkeep | None = None
+    _numbers: Mapping[int, int] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Asked for now: a save may go on when the process group has been destroyed.
+        object.__setattr__(self, "_numbers", _numbers_in(self.coordinator))
 
     @property
     def storage(self) -> Storage:
@@ -65,12 +70,27 @@ class Tools:
             error.path = f"{url}/{error.path}"
 
     def rank_of(self) -> Callable[[int], int]:
-        """From the ranks that a device mesh names to those of the coordinator."""
-        if not isinstance(self.coordinator, TorchCoordinator):
+        """From the ranks that a device mesh names to those of the coordinator. ``ValueError`` for
+        one that is not among these."""
+        numbers = self._numbers
+        if numbers is None:
             return lambda rank: rank
-        import torch.distributed as dist  # noqa: PLC0415 -- only where ranks are torch's
 
-        group = self.coordinator.process_group
-        if group is dist.group.WORLD:
-            return lambda rank: rank
-        return lambda rank: dist.get_group_rank(group, rank)
+        def number_of(rank: int) -> int:
+            if rank not in numbers:
+                raise ValueError(f"rank {rank} of the mesh is not in the coordinator's group")
+            return numbers[rank]
+
+        return number_of
+
+
+def _numbers_in(coordinator: Coordinator) -> Mapping[int, int] | None:
+    """What the coordinator calls each of torch's ranks; ``None`` if that is the same."""
+    if not isinstance(coordinator, TorchCoordinator):
+        return None
+    import torch.distributed as dist  # noqa: PLC0415 -- only where ranks are torch's
+
+    group = coordinator.process_group
+    if group is dist.group.WORLD:
+        return None
+    return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}

@@ -116,6 +116,7 @@ def cut_into_units(leaves: Iterable[CutLeaf], *, waits: bool) -> list[Unit]:
     """Units for all of them, each as full as can be. Tells the leaves their pieces."""
     units: list[Unit] = []
     for leaf in leaves:
+        leaf.pieces, leaf.live = [], 0  # it may have been interrupted here before
         sources = _parts(leaf.tensor)
         start = 0
         for source in sources:

@@ -1,0 +1,81 @@
+"""What ranks do in the tests of what attacks on ``save_async`` have found: one of them makes other
+calls than the rest, or gives up when it is too late."""
+
+import concurrent.futures
+import time
+
+import torch
+import torch.distributed as dist
+from checkpoint_jobs import mesh_of
+from fault_jobs import ended_with
+from save_async_jobs import SOON_S, saver, told
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from holdfast.catalog import Catalog
+from holdfast.distributed import SaveOptions
+from holdfast.errors import CoordinationError, SaveError
+
+
+def sharded_model():
+    torch.manual_seed(1)
+    model = nn.Linear(400, 400)
+    fully_shard(model, mesh=mesh_of((dist.get_world_size(),)))
+    return model
+
+
+def skip_job(rank, folder):
+    """Rank 1 leaves the first save out. The weights are the number of the step, and no option tells
+    one step from another. Returns how the saves ended, up to the first that failed."""
+    model, handles = sharded_model(), []
+    with saver(folder) as ckpt:
+        for step in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(step)
+            if rank == 0 or step > 0:
+                try:
+                    handles.append(ckpt.save_async(model, None, SaveOptions(timeout_s=5)))
+                except Exception as error:
+                    handles[-1].wait(SOON_S)
+                    return [told(each) for each in handles] + [ended_with(error)]
+        return [told(each) for each in handles]
+
+
+def late_cancel_job(rank, folder, method):
+    """Rank 1 gives up when its word is given and rank 0 has committed."""
+
+    def progress(now):
+        if rank == 1 and now.phase == "commit":
+            deadline_s = time.monotonic() + SOON_S
+            while not Catalog(folder).list():
+                assert time.monotonic() < deadline_s, "nothing is committed"
+                time.sleep(0.01)
+            raise concurrent.futures.CancelledError("too late")
+
+    model = sharded_model()
+    options = SaveOptions(checkpoint_prefix="a", progress=progress)
+    with saver(folder) as ckpt:
+        try:
+            if method == "save":
+                return ckpt.save(model, None, options)
+            return ckpt.save_async(model, None, options).result(SOON_S)
+        except (SaveError, CoordinationError, concurrent.futures.CancelledError) as error:
+            return " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", [])])
+
+
+def misusing_job(rank, folder):
+    """A callback of rank 1 tries to save, which is refused. Returns what it was told, and how the
+    next save of all ranks ends."""
+    model, refused = sharded_model(), []
+
+    def on_save(record):
+        if rank == 1 and not refused:
+            try:
+                ckpt.save_async(model)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    with saver(folder, on_save=on_save) as ckpt:
+        ckpt.save_async(model).result(SOON_S)
+        return refused, told(ckpt.save_async(model))
