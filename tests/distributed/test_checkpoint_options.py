@@ -979,7 +979,7 @@ def test_digests_are_compared_without_validation_too(ckpt, tmp_path):
 ELSEWHERE = {
     "incremental": "unit/test_incremental.py",
     "snapshot": "unit/test_save_async.py",
-    "when_busy": "unit/test_save_async.py",
+    "when_busy": "unit/test_save_async_faults.py",
     "staging_bytes": "unit/test_save_async.py",
     "on_save": "unit/test_save_async.py",
     "retention": "unit/test_upkeep.py",

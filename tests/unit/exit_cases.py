@@ -17,6 +17,8 @@ from async_tools import MIB, adamw, held, net
 from torch import nn
 
 from holdfast.distributed import DistributedCheckpoint, SaveOptions, keep_last
+from holdfast.distributed._pool import _SLAB_BYTES as SLAB_BYTES
+from holdfast.errors import NoSpaceError
 from holdfast.storage import LocalStorage
 from holdfast.testing import Fault, FaultyStorage
 
@@ -69,11 +71,18 @@ def vanish(folder):
         os._exit(5)
 
 
+def never_ask(folder):
+    """The save fails, and nobody is there to hear of it."""
+    full = [Fault("finish", 1, NoSpaceError("the disk is full"))]
+    ckpt = DistributedCheckpoint(storage=FaultyStorage(LocalStorage(folder), full))
+    ckpt.save_async(net())
+
+
 def save_fifty_times(folder):
     """Prints by how much memory grew after the third save."""
-    model = nn.ParameterList(torch.rand(MIB) for _ in range(2))
+    model = nn.ParameterList(torch.rand(MIB // 2) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ema = torch.rand(MIB)
+    ema = torch.rand(MIB // 2)
     ckpt = DistributedCheckpoint(storage=folder, retention=keep_last(1))
     for number in range(50):
         for parameter in model:
@@ -89,14 +98,16 @@ def save_fifty_times(folder):
 
 
 def have_no_memory(folder):
-    """There is room for one slab of the pool more, and not for two. Prints the pool's size."""
+    """There is memory for all else that a save needs, and not for one slab of the pool more. Prints
+    the pool's size."""
     torch.set_num_threads(1)
-    model = nn.ParameterList(torch.rand(25 * MIB) for _ in range(2))
+    threading.stack_size(MIB)
+    model = nn.ParameterList(torch.rand(20 * MIB) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = DistributedCheckpoint(storage=folder, staging_bytes=1 << 40)
     ckpt.save_async({"small": torch.rand(MIB)}).result()
     torch.save(model.state_dict(), f"{folder}.expected")
-    limit = _bytes(0) + 124 * MIB
+    limit = _bytes(0) + SLAB_BYTES - MIB
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for parameter in model:
         parameter.grad = parameter.detach()[:1].expand_as(parameter)
@@ -120,6 +131,7 @@ CASES = [
     step_in_thread,
     save_again,
     vanish,
+    never_ask,
     save_fifty_times,
     have_no_memory,
 ]

@@ -207,6 +207,24 @@ def test_a_frozen_weight_is_changed_while_it_is_written(change, tmp_path):
             require_same(content_of(tmp_path, handle.result(SOON_S)), expected)
 
 
+def test_an_embedding_that_changes_itself_when_it_is_used(tmp_path):
+    """``max_norm`` does so in the forward pass, which nothing announces."""
+    embedding = nn.Embedding(1000, 100, max_norm=1.0)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    words = torch.tensor([3, 4])
+    with held(tmp_path) as (ckpt, gates):
+        with gates.at("save"):
+            handle = ckpt.save_async(embedding, optimizer)
+            embedding(words)
+        assert isinstance(handle.exception(SOON_S), TornSnapshotError)
+        embedding.weight.data.mul_(10)
+        expected = copy.deepcopy(embedding.state_dict())
+        with gates.at("save"):
+            handle = ckpt.save_async(embedding, optimizer, SaveOptions(snapshot="copy"))
+            embedding(words)
+        require_same(content_of(tmp_path, handle.result(SOON_S)), expected)
+
+
 def test_a_tensor_without_memory_is_refused(tmp_path):
     tensor = torch.rand(300, 300)
     tensor.untyped_storage().resize_(0)

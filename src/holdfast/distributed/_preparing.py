@@ -35,14 +35,12 @@ _log = logging.getLogger("holdfast.distributed")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What a caller wants saved. ``model`` is the place of the module that a consolidated
-    checkpoint is about; with ``rng`` the state, a dict, gets that of random number generators.
-    ``number`` counts the saves of a checkpointer."""
+    checkpoint is about; with ``rng`` the state, a dict, gets that of random number generators."""
 
     state: object
     options: SaveOptions
     model: Place | None = None
     rng: bool = False
-    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +111,6 @@ class Preparing:
                 f"{options.replicas_from}"
             )
         own = {
-            "the number of saves so far": self._request.number,
             "step": options.step,
             "checkpoint_prefix": options.checkpoint_prefix,
             "format": options.format.value,

@@ -92,6 +92,11 @@ class Saving:
         return self._options.step
 
     @property
+    def is_committed(self) -> bool:
+        """Whether this rank knows that it is."""
+        return self._standing.committed
+
+    @property
     def is_committer(self) -> bool:
         return self._rank == COMMITTER
 

@@ -1,6 +1,7 @@
 """The saves of one checkpointer, one at a time: those that are waited for, and those that a thread
 does in the background. Knows turns and outcomes, not how a save goes."""
 
+import contextlib
 import threading
 import time
 import weakref
@@ -28,6 +29,10 @@ _HEAD_START_S: Final = 0.002
 """A training that steps at once is to be through with that before its save wants the processor."""
 
 
+_LOOK_S: Final = 0.05
+_START_S: Final = 1.0
+
+
 class Saves:
     """Used by one thread. Every rank makes the same calls in the same order.
 
@@ -41,7 +46,6 @@ class Saves:
         self._on_save = on_save
         self._thread: threading.Thread | None = None
         self._last: list[Promise] = []
-        self._number = 0
         weakref.finalize(self, _report_unseen, self._last)
 
     def save(self, request: Request, timeout_s: float) -> str:
@@ -49,7 +53,7 @@ class Saves:
         given is raised instead."""
         self.settle()
         failed = self._take_failed()
-        saving = Saving(self._tools, self._numbered(request))
+        saving = Saving(self._tools, request)
         look = saving.look if failed is None else _raising(failed)
         error: BaseException | None = None
         try:
@@ -67,7 +71,7 @@ class Saves:
     def start(self, request: Request, timeout_s: float) -> SaveHandle:
         """Save in the background. What is wrong with the state itself is raised here, as far as it
         can be told at once."""
-        job = _Job(Saving(self._tools, self._numbered(request), is_async=True), timeout_s)
+        job = _Job(Saving(self._tools, request, is_async=True), timeout_s)
         try:
             with job.saving.timings.measure("stall"):
                 self._take_turn(request.options.when_busy, timeout_s)
@@ -80,7 +84,7 @@ class Saves:
                     raise
                 self._run(job)
                 if job.taken is not None and not job.taken.snapshot.copy_at_once(wait=False):
-                    job.may_begin.set()  # there will be room when something is written
+                    job.begin()  # there will be room when something is written
                     job.taken.snapshot.copy_at_once()
         except BaseException:
             # What is not copied by now will not stay as it is. Its thread may not even have begun.
@@ -88,7 +92,8 @@ class Saves:
                 self._give_back(job.taken)
             raise
         finally:
-            job.may_begin.set()  # not before: what it takes counts this, too
+            job.may_begin = True  # first, and without a call: nothing can interrupt it
+            job.begin()  # not before: what it takes counts this, too
         return job.promise.handle
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -111,7 +116,7 @@ class Saves:
                 "not ended before its callbacks have. Leave it to the thread that trains"
             )
         thread = self._thread
-        if thread is not None and thread.ident is not None:
+        if thread is not None and _has_started(thread):
             thread.join(timeout_s)
             if thread.is_alive():
                 return False
@@ -147,13 +152,14 @@ class Saves:
         self._last[:] = [job.promise]
         try:
             self._thread.start()
-        except RuntimeError:  # no thread is to be had
-            self._thread = None
-            self._last.clear()
+        except RuntimeError:
+            if not _has_started(self._thread):  # no thread is to be had
+                self._thread = None
+                self._last.clear()
             raise
 
     def _work(self, job: "_Job") -> None:
-        job.may_begin.wait()
+        job.wait()
         time.sleep(_HEAD_START_S)
         prefix, error = "", None
         try:
@@ -164,7 +170,8 @@ class Saves:
             if job.taken is not None:
                 self._give_back(job.taken)
         finally:
-            error = None if error is None else job.promise.as_told(error)
+            if error is not None and not job.saving.is_committed:
+                error = job.promise.as_told(error)
             record = job.saving.record(error)
             try:
                 self._tell(record)
@@ -204,11 +211,6 @@ class Saves:
         self._last.clear()
         return unseen[0] if unseen else None
 
-    def _numbered(self, request: Request) -> Request:
-        """Ranks that do not make the same saves would mix one step with another."""
-        self._number += 1
-        return replace(request, number=self._number)
-
     def finish_upkeep(self) -> None:
         """Wait, for a minute at most, until what follows the last save is done."""
         if self._tools.upkeep is not None:
@@ -234,13 +236,36 @@ class _Job:
     look: Callable[[], Looked] = field(init=False)
     taken: Taken | None = None
     promise: Promise = field(init=False)
-    may_begin: threading.Event = field(default_factory=threading.Event)
+    may_begin: bool = False
+    _asleep: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.look = self.saving.look
         self.promise = Promise(
             step=self.saving.step, progress=self.saving.meter.now, on_cancel=self.saving.cancel
         )
+        self._asleep.acquire()
+
+    def begin(self) -> None:
+        """Let the thread that saves begin."""
+        self.may_begin = True
+        with contextlib.suppress(RuntimeError):  # it is awake
+            self._asleep.release()
+
+    def wait(self) -> None:
+        """Until it may begin. Looks by itself now and then, should ``begin`` be interrupted."""
+        while not self.may_begin:
+            self._asleep.acquire(timeout=_LOOK_S)
+
+
+def _has_started(thread: threading.Thread) -> bool:
+    """Whether a thread runs or ran. One whose start was interrupted may be about to."""
+    until_s = time.monotonic() + _START_S
+    while thread.ident is None or not thread._started.is_set():  # type: ignore[attr-defined]  # noqa: SLF001 -- join() asks just this
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def _report_unseen(last: list[Promise]) -> None:
