@@ -85,7 +85,7 @@ def test_a_shard_that_was_spooled_is_the_same():
     shard = open_shard(storage, "x", written)
     assert sum(ticks) == sum(placed.stored_bytes for placed in shard.layout.entries)
     assert shard.layout.chunks > 300
-    for batch in batches(all_chunks([shard])):
+    for batch in batches(all_chunks([shard], {})):
         assert run_batch(storage, batch, keep=False) == []
 
 
