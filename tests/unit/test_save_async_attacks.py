@@ -274,10 +274,12 @@ def test_a_storm_of_interrupts(where, tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     give_gradients(optimizer)
     with held(tmp_path) as (ckpt, gates):
-        for number in range(30):
+        for number in range(400):
+            if number >= 30 and hits:
+                break  # on a fast machine many come too late
             expected = {name: value.clone() for name, value in model.state_dict().items()}
             options = SaveOptions(checkpoint_prefix=f"{number}", include_rng_state=False)
-            storm = Storm(rng.uniform(0, 0.006))
+            storm = Storm(rng.uniform(0, 0.006 / (1 + number // 30)))
             handle = None
             gate = gates.at("save")
             try:
