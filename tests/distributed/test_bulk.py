@@ -1,6 +1,7 @@
 """Bytes from rank to rank: they arrive, and a rank that is lost or fails hangs nobody."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -327,7 +328,8 @@ def test_ends_that_differ_in_size_fail_and_nothing_arrives(gang, received):
     gang.start(differing_sizes, received)
     for outcome in gang.outcomes(FOREVER_S):
         assert outcome.error.error == "CoordinationError"
-        assert "did not come through within 1 s" in outcome.error.message
+        # Whichever end gives up first breaks the connection under the other.
+        assert re.search(r"transfer between rank (0|1) and rank (0|1) broke", outcome.error.message)
 
 
 class Others:
