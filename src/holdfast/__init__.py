@@ -14,6 +14,8 @@ from holdfast.errors import __all__ as _errors
 if TYPE_CHECKING:  # the same names as in _names below, for those who read types
     from holdfast._shortcuts import load as load
     from holdfast._shortcuts import save as save
+    from holdfast.activation import checkpoint as checkpoint
+    from holdfast.activation import checkpoint_layers as checkpoint_layers
     from holdfast.catalog import CheckpointInfo as CheckpointInfo
     from holdfast.catalog import keep_best as keep_best
     from holdfast.catalog import keep_every as keep_every
@@ -37,8 +39,8 @@ __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless asked to speak
 
 _rooms = (
-    *("catalog", "contracts", "coordination", "distributed", "errors", "format", "reshard"),
-    *("resilience", "storage", "testing"),
+    *("activation", "catalog", "contracts", "coordination", "distributed", "errors", "format"),
+    *("reshard", "resilience", "storage", "testing"),
 )
 
 _names = {
@@ -54,6 +56,8 @@ _names = {
     "SaveHandle": "distributed",
     "SaveOptions": "distributed",
     "SaveRecord": "distributed",
+    "checkpoint": "activation",
+    "checkpoint_layers": "activation",
     "keep_best": "catalog",
     "keep_every": "catalog",
     "keep_last": "catalog",

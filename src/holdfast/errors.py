@@ -25,7 +25,7 @@
     ├── CoordinationError               UNKNOWN
     │   ├── RankFailedError
     │   └── RankLostError
-    └── RecomputationError              UNKNOWN
+    └── RecomputationError              UNKNOWN                        RuntimeError
         ├── DependencyCycleError                                       ValueError
         └── UnknownLayerError                                          KeyError
 
@@ -284,7 +284,7 @@ class RankLostError(CoordinationError):
     ranks: tuple[int, ...] | None
 
 
-class RecomputationError(CheckpointError):
+class RecomputationError(CheckpointError, RuntimeError):
     """An activation could not be recomputed. ``layer_id`` names the layer."""
 
     facts: ClassVar[tuple[str, ...]] = ("layer_id",)

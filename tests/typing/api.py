@@ -1,12 +1,23 @@
 """What users write, for mypy to read. Never run."""
 
 from collections.abc import Iterator
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 
 import holdfast
 from holdfast import CheckpointError, ErrorKind, RankTimeoutError
+from holdfast.activation import (
+    CheckpointConfig,
+    CheckpointedLayers,
+    CheckpointManager,
+    CheckpointStrategy,
+    MemoryStats,
+    PeakReport,
+    RecomputationEngine,
+    RecomputationStats,
+    measure_peak,
+)
 from holdfast.contracts import (
     Clock,
     Collectives,
@@ -202,3 +213,19 @@ def checkpoints(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             assert_type(preemption.remaining_s, float | None)
             assert_type(preemption.save(model, optimizer, how, extra={"step": 3}), str)
         ckpt.delete_checkpoint(prefix)
+
+
+def activations(model: Any, x: Any) -> None:
+    config = CheckpointConfig(strategy=CheckpointStrategy.INTERVAL, interval=2)
+    with holdfast.checkpoint_layers(model, config) as layers:
+        assert_type(layers, CheckpointedLayers)
+        assert_type(layers.layers, tuple[str, ...])
+        assert_type(layers.report(), str)
+    with CheckpointManager(tier="disk") as manager, RecomputationEngine() as engine:
+        holdfast.checkpoint(model, x, manager=manager, keep=lambda tensor: tensor.ndim > 1)
+        assert_type(manager.get_memory_stats(), MemoryStats)
+        engine.register_recompute_function("a", lambda: x, depends_on=("b",))
+        assert_type(engine.get_stats(), RecomputationStats)
+    report = measure_peak(model, x)
+    assert_type(report, PeakReport)
+    assert_type(report.peak_bytes, int)

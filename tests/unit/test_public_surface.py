@@ -7,6 +7,13 @@ import pytest
 import holdfast
 
 SURFACE = {
+    "activation": """
+        ActivationEvent AsyncRecomputationEngine CachePolicy CacheStats CheckpointConfig
+        CheckpointManager CheckpointStrategy CheckpointedLayers DependencyGraph Held
+        LayerRecomputationStats MemoryStats PeakReport RecomputationCache RecomputationEngine
+        RecomputationProfile RecomputationStats checkpoint checkpoint_layers default_manager
+        measure_peak
+    """,
     "catalog": """
         Attempt Catalog CheckpointInfo Damage GcReport OpenCheckpoint PruneReport
         Retention Scan TensorInfo Unreadable VerifyReport keep_best keep_every keep_last keep_within
@@ -65,7 +72,7 @@ SURFACE = {
 TOP = """
     CheckpointFormat CheckpointInfo CheckpointLoadResult CheckpointOptions CompressionLevel
     DistributedCheckpoint LoadOptions Preemption ResumeResult SaveHandle SaveOptions SaveRecord
-    keep_best keep_every keep_last keep_within load per_rank save
+    checkpoint checkpoint_layers keep_best keep_every keep_last keep_within load per_rank save
 """
 
 
@@ -84,6 +91,7 @@ def test_the_top_offers_the_errors_the_rooms_and_what_most_people_need():
 
 
 def test_a_name_of_the_top_is_the_one_of_its_room():
-    distributed = importlib.import_module("holdfast.distributed")
     for name in set(TOP.split()) - {"load", "save"}:
-        assert getattr(holdfast, name) is getattr(distributed, name)
+        room = "activation" if name.startswith("checkpoint") else "distributed"
+        module = importlib.import_module(f"holdfast.{room}")
+        assert getattr(holdfast, name) is getattr(module, name)

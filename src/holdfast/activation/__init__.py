@@ -1,0 +1,47 @@
+"""Activations kept, recomputed or moved, with gradients bit for bit the same. Knows no ranks.
+
+``checkpoint`` runs a function so that backward recomputes what autograd would have kept;
+``checkpoint_layers`` does it to layers of a model. ``CheckpointManager`` and
+``RecomputationEngine`` are what both work with, and can be used by themselves.
+"""
+
+from holdfast.activation._async_engine import AsyncRecomputationEngine
+from holdfast.activation._cache import CacheStats, RecomputationCache
+from holdfast.activation._cache_policies import CachePolicy
+from holdfast.activation._checkpoint import checkpoint
+from holdfast.activation._config import CheckpointConfig, CheckpointStrategy
+from holdfast.activation._default import default_manager
+from holdfast.activation._engine import RecomputationEngine
+from holdfast.activation._engine_stats import LayerRecomputationStats, RecomputationStats
+from holdfast.activation._events import ActivationEvent
+from holdfast.activation._graph import DependencyGraph
+from holdfast.activation._held import Held
+from holdfast.activation._layers import CheckpointedLayers, checkpoint_layers
+from holdfast.activation._manager import CheckpointManager
+from holdfast.activation._memory_stats import MemoryStats
+from holdfast.activation._meter import PeakReport, measure_peak
+from holdfast.activation._profile import RecomputationProfile
+
+__all__ = [
+    "ActivationEvent",
+    "AsyncRecomputationEngine",
+    "CachePolicy",
+    "CacheStats",
+    "CheckpointConfig",
+    "CheckpointManager",
+    "CheckpointStrategy",
+    "CheckpointedLayers",
+    "DependencyGraph",
+    "Held",
+    "LayerRecomputationStats",
+    "MemoryStats",
+    "PeakReport",
+    "RecomputationCache",
+    "RecomputationEngine",
+    "RecomputationProfile",
+    "RecomputationStats",
+    "checkpoint",
+    "checkpoint_layers",
+    "default_manager",
+    "measure_peak",
+]
