@@ -527,6 +527,24 @@ def test_closing_wakes_who_waits(benches):
         first.get()
 
 
+def test_closing_waits_for_who_is_reading(bench):
+    held, tensors = moved_six(bench)
+    bench.disk.may_read.clear()
+    found = []
+    reader = threading.Thread(target=lambda: found.append(held[0].get()))
+    reader.start()
+    assert bench.disk.reading.wait(WAIT_S)
+    closer = threading.Thread(target=bench.tier.close)
+    closer.start()
+    while not bench.tier.closed:
+        os.sched_yield()
+    bench.disk.may_read.set()
+    reader.join(WAIT_S)
+    closer.join(WAIT_S)
+    assert torch.equal(found[0], tensors[0])
+    assert files_open() == 0
+
+
 def test_a_subscriber_may_hold_and_close(benches):
     bench = benches(backlog_bytes=SIZE)
     kept = []
@@ -593,9 +611,10 @@ def test_a_forked_process_holds_in_memory_and_reads_what_was_moved(tmp_path):
         assert moved.wait(60)
         child = os.fork()
         if child == 0:
-            own = manager.hold(torch.ones(1 << 16))
-            manager.clear_checkpoints()
-            ok = own.get().sum() == 1 << 16 and held.get()[-1] == (1 << 16) - 1
+            own = [manager.hold(torch.ones(1 << 20)) for _ in range(100)]  # none would be written
+            ok = own[9].get().sum() == 1 << 20 and held.get()[-1] == (1 << 16) - 1
+            del held
+            manager.clear_checkpoints()  # which must not cut the parent's file
             os._exit(0 if ok else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert held.get()[-1] == (1 << 16) - 1

@@ -2,6 +2,7 @@
 
 It lasts from one forward until the next one after a backward. Until then every activation that is
 counted is held at the same time, also by a pipeline that runs several forwards before a backward.
+A forward in training whose result is thrown away is counted as well: that errs towards recomputing.
 """
 
 import threading
