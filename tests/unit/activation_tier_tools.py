@@ -8,11 +8,11 @@ import threading
 
 import torch
 
-from holdfast.activation._disk_tier import DiskStore
 from holdfast.activation._events import Subscribers
-from holdfast.activation._memory_stats import MemoryAccount
-from holdfast.activation._moving_tier import MovingTier
-from holdfast.activation._scratch import ScratchFile
+from holdfast.activation._keeping.disk_tier import DiskStore
+from holdfast.activation._keeping.memory_stats import MemoryAccount
+from holdfast.activation._keeping.moving_tier import MovingTier
+from holdfast.activation._keeping.scratch import ScratchFile
 from holdfast.storage._system import System
 
 SIZE = 256 * 1024

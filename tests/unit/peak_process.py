@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.activation._meter import measure_peak
+from holdfast.activation._measuring.meter import measure_peak
 
 BLOCKS, BATCH, WIDTH = 6, 2048, 256
 

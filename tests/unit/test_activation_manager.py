@@ -12,9 +12,9 @@ import weakref
 import pytest
 import torch
 
-from holdfast.activation._cache import RecomputationCache
-from holdfast.activation._engine import RecomputationEngine
-from holdfast.activation._manager import CheckpointManager
+from holdfast.activation._keeping.cache import RecomputationCache
+from holdfast.activation._keeping.manager import CheckpointManager
+from holdfast.activation._recomputing.engine import RecomputationEngine
 from holdfast.errors import CheckpointNotFoundError, ClosedError, CorruptedError, RecomputationError
 
 WAIT_S = 60

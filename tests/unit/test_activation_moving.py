@@ -18,7 +18,7 @@ import pytest
 import torch
 from activation_tier_tools import SIZE, WAIT_S, Bench, bits, some
 
-from holdfast.activation._manager import CheckpointManager
+from holdfast.activation._keeping.manager import CheckpointManager
 from holdfast.errors import ClosedError, CorruptedError, RecomputationError
 
 
@@ -411,7 +411,7 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path):
         """
         import logging, resource, threading
         import torch
-        from holdfast.activation._manager import CheckpointManager
+        from holdfast.activation._keeping.manager import CheckpointManager
 
         logging.basicConfig()
         MIB = 1024 * 1024
@@ -585,7 +585,7 @@ def test_the_interpreter_ends_although_a_manager_was_forgotten(tmp_path):
     done = run_python(
         """
         import torch
-        from holdfast.activation._manager import CheckpointManager
+        from holdfast.activation._keeping.manager import CheckpointManager
 
         manager = CheckpointManager("disk", folder=FOLDER)
         held = [manager.hold(torch.ones(1 << 20)) for _ in range(20)]
@@ -601,7 +601,7 @@ def test_a_forked_process_holds_in_memory_and_reads_what_was_moved(tmp_path):
         """
         import os, threading
         import torch
-        from holdfast.activation._manager import CheckpointManager
+        from holdfast.activation._keeping.manager import CheckpointManager
 
         torch.set_num_threads(1)  # a forked process has no threads for OpenMP either
         manager = CheckpointManager("disk", folder=FOLDER)

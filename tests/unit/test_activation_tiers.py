@@ -13,11 +13,11 @@ from activation_tier_tools import SIZE, WAIT_S, Bench, Disk, bits, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.activation._extents import Extents
-from holdfast.activation._geometry import stretch
-from holdfast.activation._manager import CheckpointManager
-from holdfast.activation._moving_tier import LEAST_BYTES
-from holdfast.activation._scratch import filesystem_of, scratch_folder
+from holdfast.activation._keeping.extents import Extents
+from holdfast.activation._keeping.geometry import stretch
+from holdfast.activation._keeping.manager import CheckpointManager
+from holdfast.activation._keeping.moving_tier import LEAST_BYTES
+from holdfast.activation._keeping.scratch import filesystem_of, scratch_folder
 from holdfast.errors import RecomputationError
 
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from holdfast.activation._async_engine import AsyncRecomputationEngine
-from holdfast.activation._engine import RecomputationEngine
+from holdfast.activation._recomputing.async_engine import AsyncRecomputationEngine
+from holdfast.activation._recomputing.engine import RecomputationEngine
 from holdfast.errors import ClosedError, DependencyCycleError, RecomputationError, UnknownLayerError
 
 SOON_S = 60

@@ -10,11 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.activation._available import available_bytes, host_bytes
-from holdfast.activation._candidates import Part, named, part_of, repeated
-from holdfast.activation._config import CheckpointConfig, CheckpointStrategy
-from holdfast.activation._layer_report import LayerRow, table
-from holdfast.activation._strategies import LayerCost, choose_by_cost, choose_by_name, missing_bytes
+from holdfast.activation._layers.available import available_bytes, host_bytes
+from holdfast.activation._layers.candidates import Part, named, part_of, repeated
+from holdfast.activation._layers.config import CheckpointConfig, CheckpointStrategy
+from holdfast.activation._layers.layer_report import LayerRow, table
+from holdfast.activation._layers.strategies import (
+    LayerCost,
+    choose_by_cost,
+    choose_by_name,
+    missing_bytes,
+)
 
 MIB = 1024 * 1024
 

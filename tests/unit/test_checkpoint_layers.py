@@ -22,11 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from holdfast.activation._available import available_bytes
-from holdfast.activation._config import CheckpointConfig
-from holdfast.activation._engine import RecomputationEngine
-from holdfast.activation._layers import checkpoint_layers
-from holdfast.activation._manager import CheckpointManager
+from holdfast.activation._keeping.manager import CheckpointManager
+from holdfast.activation._layers.available import available_bytes
+from holdfast.activation._layers.checkpointed import checkpoint_layers
+from holdfast.activation._layers.config import CheckpointConfig
+from holdfast.activation._recomputing.engine import RecomputationEngine
 from holdfast.errors import ClosedError
 
 WIDTH = 16

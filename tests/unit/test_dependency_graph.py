@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.activation._graph import DependencyGraph
+from holdfast.activation._recomputing.graph import DependencyGraph
 from holdfast.errors import DependencyCycleError
 
 

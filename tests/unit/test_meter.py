@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.activation._meter import measure_peak
+from holdfast.activation._measuring.meter import measure_peak
 
 N = 4000  # bytes of a tensor of 1000 floats
 

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.activation import _streams
-from holdfast.activation._streams import advanced, default_streams, marks, rewound, stream_of
+from holdfast.activation._regions import streams as _streams
+from holdfast.activation._regions.streams import (
+    advanced,
+    default_streams,
+    marks,
+    rewound,
+    stream_of,
+)
 
 
 def draws():

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.activation._cache import RecomputationCache
+from holdfast.activation._keeping.cache import RecomputationCache
 from holdfast.errors import ClosedError, RecomputationError
 
 KIB = 1024

@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
-from holdfast.activation._engine import RecomputationEngine
 from holdfast.activation._events import ActivationEvent
+from holdfast.activation._recomputing.engine import RecomputationEngine
 from holdfast.errors import ClosedError, DependencyCycleError, RecomputationError, UnknownLayerError
 
 SOON_S = 60

@@ -5,22 +5,25 @@
 ``RecomputationEngine`` are what both work with, and can be used by themselves.
 """
 
-from holdfast.activation._async_engine import AsyncRecomputationEngine
-from holdfast.activation._cache import CacheStats, RecomputationCache
-from holdfast.activation._cache_policies import CachePolicy
-from holdfast.activation._checkpoint import checkpoint
-from holdfast.activation._config import CheckpointConfig, CheckpointStrategy
-from holdfast.activation._default import default_manager
-from holdfast.activation._engine import RecomputationEngine
-from holdfast.activation._engine_stats import LayerRecomputationStats, RecomputationStats
 from holdfast.activation._events import ActivationEvent
-from holdfast.activation._graph import DependencyGraph
-from holdfast.activation._held import Held
-from holdfast.activation._layers import CheckpointedLayers, checkpoint_layers
-from holdfast.activation._manager import CheckpointManager
-from holdfast.activation._memory_stats import MemoryStats
-from holdfast.activation._meter import PeakReport, measure_peak
-from holdfast.activation._profile import RecomputationProfile
+from holdfast.activation._keeping.cache import CacheStats, RecomputationCache
+from holdfast.activation._keeping.cache_policies import CachePolicy
+from holdfast.activation._keeping.held import Held
+from holdfast.activation._keeping.manager import CheckpointManager
+from holdfast.activation._keeping.memory_stats import MemoryStats
+from holdfast.activation._layers.checkpointed import CheckpointedLayers, checkpoint_layers
+from holdfast.activation._layers.config import CheckpointConfig, CheckpointStrategy
+from holdfast.activation._measuring.meter import PeakReport, measure_peak
+from holdfast.activation._recomputing.async_engine import AsyncRecomputationEngine
+from holdfast.activation._recomputing.engine import RecomputationEngine
+from holdfast.activation._recomputing.engine_stats import (
+    LayerRecomputationStats,
+    RecomputationStats,
+)
+from holdfast.activation._recomputing.graph import DependencyGraph
+from holdfast.activation._recomputing.profile import RecomputationProfile
+from holdfast.activation._regions.checkpoint import checkpoint
+from holdfast.activation._regions.default import default_manager
 
 __all__ = [
     "ActivationEvent",

@@ -1,0 +1,1 @@
+"""Activations kept by layer or for regions, in tiers, and cached."""

@@ -1,0 +1,1 @@
+"""Functions that recompute, by layer: the engine, its order and its statistics."""

@@ -1,0 +1,1 @@
+"""What checkpoint() does: a call is noted as a region, and replayed exactly."""

@@ -1,0 +1,260 @@
+"""Runs a region again, exactly as its forward ran, for the tensors autograd asks for. Knows the
+order in which they were saved; does not know what the region computes.
+
+Everything is compared on the way: a region that saves other tensors than it did in its forward
+is named together with the module and the line that did.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from holdfast.activation._regions.buffers import swapped_in
+from holdfast.activation._regions.changes import Change, Touched, changes
+from holdfast.activation._regions.digests import Digests, digest
+from holdfast.activation._regions.inputs import given
+from holdfast.activation._regions.place import Place, here
+from holdfast.activation._regions.streams import rewound
+from holdfast.activation._surroundings import restored
+from holdfast.errors import RecomputationError
+
+if TYPE_CHECKING:
+    from holdfast.activation._regions.region import Region
+    from holdfast.activation._regions.saved import Saved
+
+
+class _EnoughError(BaseException):
+    """Ends a replay early. No ``Exception``: the region's own ``except Exception`` must let it
+    through."""
+
+
+class Replay:
+    """One replay. ``run`` may be called once; the region's lock is held over it."""
+
+    def __init__(self, region: "Region") -> None:
+        self._region = region
+        self._targets: list[Saved | None] = [reference() for reference in region.saved]
+        wanted = (
+            index
+            for index in range(len(self._targets) - 1, -1, -1)
+            if (target := self._targets[index]) is not None
+            and target.held is None
+            and target.value is None
+        )
+        self._last = next(wanted, -1)
+        self._count = 0
+        self.error: Exception | None = None
+        self._enough = _EnoughError()
+        self._stopped = False
+        self._differences: list[str] = []
+        self._comparing = region.options.determinism_check != "none"
+        self._digests = None if region.digests is None else Digests()
+        self._extra: Place | None = None
+
+    def run(self) -> int:
+        """Fills the saved tensors that are still wanted. Returns how many tensors were saved on
+        the way. Leaves random streams, buffers and modes as they were, also on failure; what
+        it raises then is ``error`` too."""
+        try:
+            return self._run()
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _run(self) -> int:
+        region = self._region
+        args, kwargs = given(region.arguments)
+        changed = self._changed()
+        touched = Touched(changed) if changed else None
+        try:
+            with (
+                restored(region.surroundings),
+                _modes(region.reached.modes),
+                swapped_in(region.buffers, [*region.reached.parameters, *region.untouched]),
+                rewound(region.streams, region.marks),
+                touched or contextlib.nullcontext(),
+                region.context,
+                saved_tensors_hooks(self._packer(), _itself),
+                torch.enable_grad(),
+            ):
+                region.fn(*args, **kwargs)
+        except _EnoughError as stop:
+            if stop is not self._enough:
+                raise
+        except Exception:
+            # TorchScript, and code that catches everything, turn our exception into theirs.
+            if not self._stopped:
+                raise
+        finally:
+            # Its traceback holds every tensor of the replay's frames.
+            self._enough.__traceback__ = None
+            self._enough.__context__ = None
+        self._compare_digests()
+        told = self._difference(touched.used if touched else ())
+        if told:
+            for target in self._targets:
+                if target is not None:
+                    target.value = None
+            raise RecomputationError(told, layer_id=region.name)
+        return self._count
+
+    def _packer(self) -> Callable[[Any], Any]:
+        region, targets = self._region, self._targets
+        expected, drawing = len(region.described), bool(region.marks)
+        last = self._last if region.options.early_stop else -1
+
+        def pack(tensor: Any) -> Any:
+            index = self._count
+            self._count = index + 1
+            if 0 <= last < index:
+                self._stop()
+            if index >= expected:
+                return self._beyond(tensor)
+            # Random noise may be saved first and drawn then (RReLU): one more operator.
+            ends_here = index == last and (tensor.requires_grad or not drawing)
+            # Not the parameter itself: ZeRO empties that again before backward uses it.
+            if tensor.requires_grad or tensor.__class__ is torch.nn.Parameter:
+                tensor = tensor.detach()
+            target = targets[index]
+            if target is not None and target.held is None:
+                self._compare(index, tensor)
+                if target.value is None:
+                    target.put(tensor)
+            if ends_here:
+                self._stop()
+            return tensor
+
+        return pack
+
+    def _compare(self, index: int, tensor: Any) -> None:
+        was = self._region.described[index]
+        now = (tensor.shape, tensor.dtype, tensor.device)
+        if self._comparing and was != now:
+            self._differ(index, _told(was), _told(now), here())
+        elif self._digests is not None:
+            self._digests.add(index, tensor, here())
+
+    def _beyond(self, tensor: Any) -> Any:
+        """A tensor more than the forward saved, or than it has saved so far."""
+        if self._region.finished and not self._stopped and self._extra is None:
+            self._extra = here()
+        return tensor.detach()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        raise self._enough
+
+    def _compare_digests(self) -> None:
+        known = self._region.digests
+        if known is None or self._digests is None:
+            return
+        expected = known.all()
+        for index, (value, place) in self._digests.all().items():
+            if index in expected and value != expected[index][0]:
+                was = _told(self._region.described[index])
+                self._differ(index, was, "the same, with other values", place)
+
+    def _differ(self, index: int, was: str, now: str, place: Place) -> None:
+        if len(self._differences) < 10:  # noqa: PLR2004 -- the first is the cause, the rest follow
+            self._differences.append(
+                f"tensor at position {index}, {place.told(self._region.reached)}:\n"
+                f"  saved in the forward: {was}\n  recomputed: {now}"
+            )
+
+    def _changed(self) -> list[Change]:
+        region = self._region
+        found = [
+            *changes(region.reached.parameters, region.epoch),
+            *changes(region.untouched, region.epoch),
+            *(
+                Change(item.tensor, "came with a module that took another's place")
+                for item in region.reached.newcomers()
+            ),
+        ]
+        if region.watched:
+            known = {id(change.tensor) for change in found}
+            found += [
+                Change(item.tensor, "has other values (by digest)")
+                for item in region.reached.parameters
+                if id(item.tensor) not in known
+                and digest(item.tensor) != region.watched[id(item.tensor)]
+            ]
+        return found
+
+    def _difference(self, used: Sequence[Change]) -> str:
+        """What makes the replay another run than the forward; empty if nothing does."""
+        region = self._region
+        name = f"region {region.name!r}"
+        if used:
+            told = "; ".join(
+                f"{region.reached.name_of(change.tensor) or _shape(change.tensor)} {change.what}"
+                for change in used
+            )
+            return (
+                f"{name} cannot be replayed as its forward ran. Between forward and backward: "
+                f"{told}. The gradients would be wrong. Call backward() first."
+            )
+        if self._differences:
+            text = (
+                "Recomputed values for the following tensors have different metadata than during "
+                "the forward pass.\n" + "\n".join(self._differences)
+            )
+        elif self._extra is not None:
+            text = (
+                "It was trying to save more tensors during recomputation than during the original "
+                f"forward pass, {self._extra.told(region.reached)}."
+            )
+        elif self._count < self._expected():
+            text = (
+                "A different number of tensors was saved during the original forward and "
+                "recomputation.\n"
+                f"Number of tensors saved during forward: {len(region.described)}\n"
+                f"Number of tensors saved during recomputation: {self._count}."
+            )
+        else:
+            return ""
+        log = "" if region.log is None else region.log.told()
+        return f"{name} does not do the same thing twice. {text}\n{_TIP}{log}"
+
+    def _expected(self) -> int:
+        """How many tensors the replay had to save at least."""
+        region = self._region
+        if not region.finished:  # backward inside the forward: the rest is still to come
+            return 0
+        return self._last + 1 if region.options.early_stop else len(region.described)
+
+
+_TIP = (
+    "A region must depend on nothing but its arguments, its modules' parameters and buffers, and "
+    "the random streams holdfast knows: name others with generators=, modules with modules=. "
+    "determinism_check='values' finds the first tensor that differs, debug=True shows operators."
+)
+
+
+def _itself(tensor: Any) -> Any:
+    return tensor
+
+
+@contextlib.contextmanager
+def _modes(modes: list[tuple[Any, bool]]) -> Iterator[None]:
+    """Within, each module trains or evaluates as it did in the forward."""
+    flipped = [(module, module.training) for module, then in modes if module.training != then]
+    try:
+        for module, now in flipped:
+            module.training = not now
+        yield
+    finally:
+        for module, now in flipped:
+            module.training = now
+
+
+def _told(description: tuple[Any, Any, Any]) -> str:
+    shape, dtype, device = description
+    return f"{{'shape': {tuple(shape)}, 'dtype': {dtype}, 'device': {device}}}"
+
+
+def _shape(tensor: Any) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)}"
