@@ -600,7 +600,7 @@ def test_a_source_nobody_named_is_named_by_value(x, source, early_stop):
         loss.backward()
     told = str(caught.value)
     assert caught.value.layer_id == "blocks"
-    assert "Sequential.2" in told
+    assert "in blocks.2, " in told
     assert f"{os.path.basename(__file__)}:" in told  # noqa: PTH119 -- a name in a text
     assert "position" in told
 

@@ -80,6 +80,10 @@ class CheckpointManager:
         return self._engine
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def moves(self) -> bool:
         """Whether the tier takes tensors out of the memory they were computed in."""
         return self._tier.moves
@@ -220,6 +224,10 @@ class CheckpointManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"layers={len(self._layers.registered())}"
+        return f"CheckpointManager({'moves' if self.moves else 'in place'}, {state})"
 
     def _require_open(self) -> None:
         if self._closed:

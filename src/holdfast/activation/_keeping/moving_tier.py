@@ -81,7 +81,11 @@ class MovingTier:
         """
         refusal = self._store.refusal(tensor.device)
         if refusal is not None:
-            raise ValueError(f"the {self._store.word} tier cannot keep this tensor: {refusal}")
+            for_whom = f" for {layer_id!r}" if layer_id else ""
+            raise ValueError(
+                f"the {self._store.word} tier cannot keep a tensor{for_whom}: {refusal}; use the "
+                "tier 'disk' or 'inplace'"
+            )
         storage = plain_storage(tensor)
         start, stop = (0, 0) if storage is None else stretch(tensor, storage.nbytes())
         if stop - start < LEAST_BYTES or not self._workers.are_here:

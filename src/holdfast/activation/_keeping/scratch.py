@@ -67,7 +67,7 @@ def _mounts() -> str:
 
 def _problem(folder: str, mounts: str) -> str:
     if not Path(folder).is_dir():
-        return "there is no such folder"
+        return "it is a file" if Path(folder).exists() else "there is no such folder"
     if not os.access(folder, os.W_OK | os.X_OK):
         return "it cannot be written to"
     kind = filesystem_of(os.path.realpath(folder), mounts)
@@ -89,6 +89,11 @@ class ScratchFile:
         try:
             self._fd, self._direct = self._system.create_file(name, inside, direct=True)
             self._system.unlink(name, inside)
+        except OSError as error:
+            raise ValueError(
+                f"folder must be a folder on a disk, not {folder!r}: no file can be made in it "
+                f"({error.strerror})"
+            ) from error
         finally:
             self._system.close(inside)
         self._lock = threading.Lock()

@@ -130,11 +130,12 @@ def _matching(model: Part, parts: Sequence[Part], pattern: str) -> Iterator[Part
                 last = part.name
                 yield part
     if not matched:
-        near = difflib.get_close_matches(pattern, [part.name for part in parts], _TOLD_NAMES, 0.3)
-        told = ", ".join(map(repr, near)) or _listed(parts)
+        near = difflib.get_close_matches(pattern, [part.name for part in parts], _TOLD_NAMES, 0.5)
+        told = (
+            f"near to it are {', '.join(map(repr, near))}" if near else f"it has {_listed(parts)}"
+        )
         raise ValueError(
-            f"layers: {pattern!r} matches no module with a forward in {model.kind}; near to it are "
-            f"{told}"
+            f"layers: {pattern!r} matches no module with a forward in {model.kind}; {told}"
         )
 
 

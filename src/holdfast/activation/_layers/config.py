@@ -121,12 +121,13 @@ def _checked(
         )
     if value is None:
         value = _DEFAULT.get(field)
+    if value is None:
+        raise ValueError(f"{field} must be given with strategy {strategy.value!r}")
     if field in {"interval", "min_bytes"}:
         return _checks.count(field, value, least=1)
-    share = _checks.between(field, value, 0, 1)
-    if not share:
-        raise ValueError(f"{field} must be more than 0, not {value!r}")
-    return share
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{field} must be more than 0 and at most 1, not {value!r}")
+    return float(value)
 
 
 def _patterns(value: object) -> tuple[str, ...]:

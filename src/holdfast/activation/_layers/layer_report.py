@@ -16,11 +16,11 @@ class LayerRow:
     replay_ms: float
 
 
-_HEAD: Final = ("layer", "activations", "bytes", "replays", "ms")
+_HEAD: Final = ("layer", "activations", "bytes", "replays", "total ms")
 
 
 def table(rows: Iterable[LayerRow]) -> str:
-    """A line for each row below a line of headings, in columns. ``ms`` is of all replays."""
+    """A line for each row below a line of headings, in columns. ``total ms`` is of all replays."""
     cells = [_HEAD, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(_line(line, widths) for line in cells)

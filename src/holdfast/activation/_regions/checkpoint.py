@@ -14,7 +14,8 @@ from holdfast.activation._keeping.manager import CheckpointManager
 from holdfast.activation._regions.debug import OperatorLog
 from holdfast.activation._regions.default import default_manager
 from holdfast.activation._regions.options import RegionOptions
-from holdfast.activation._regions.region import Region
+from holdfast.activation._regions.region import Region, name_of
+from holdfast.errors import ClosedError
 
 
 def checkpoint(
@@ -26,8 +27,8 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
-    modules: Iterable[Any] = (),
-    generators: Iterable[Any] = (),
+    modules: Any = (),
+    generators: Any = (),
     check: str = "version",
     manager: CheckpointManager | None = None,
     keep: Callable[[Any], bool] | None = None,
@@ -41,15 +42,18 @@ def checkpoint(
     Takes the keywords of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` and means
     the same by them, plus:
 
-    - ``modules``: modules ``fn`` uses that cannot be found from it and its arguments.
-    - ``generators``: ``torch.Generator``, ``random.Random`` or NumPy generators ``fn`` draws
-      from. torch's, Python's and NumPy's global streams need no naming.
+    - ``modules``: a module, or several, that ``fn`` uses and that cannot be found from it and
+      its arguments.
+    - ``generators``: a ``torch.Generator``, ``random.Random`` or NumPy generator, or several,
+      that ``fn`` draws from. torch's, Python's and NumPy's global streams need no naming.
     - ``determinism_check="values"``: compare every recomputed tensor's values, and name module
       and line of the first that differs.
     - ``check="digest"``: notice every change of a parameter between forward and backward, also
       one through ``.data.add_``, at the price of reading them all twice.
     - ``manager``, ``keep``: tensors for which ``keep(tensor)`` is true are held by the manager,
-      in its tier, instead of recomputed; a manager that moves tensors also holds the arguments.
+      in its tier, instead of recomputed. What is recomputed is the region up to the last tensor
+      that is not kept, so keep from some point on, or all. A manager that moves tensors also
+      moves the arguments, but for leaves and small ones. Without a manager they stay in place.
     - ``name``: what statistics, events and errors call this region.
 
     A keyword of ``fn`` with one of these names is passed through ``functools.partial``.
@@ -59,11 +63,7 @@ def checkpoint(
     Thread-safe. Raises ``RecomputationError`` in backward if the region cannot be replayed as
     its forward ran; an exception ``fn`` raises in the replay comes through as itself.
     """
-    if use_reentrant:
-        raise ValueError(
-            "holdfast.checkpoint is never reentrant, and its keywords are only supported when "
-            "use_reentrant=False: leave use_reentrant out"
-        )
+    _refuse(fn, use_reentrant)
     if context_fn is noop_context_fn:
         context_fn = None
     if torch.compiler.is_compiling() or _is_traced():
@@ -79,34 +79,58 @@ def checkpoint(
             early_stop=early_stop,
             **kwargs,
         )
-    overridden = torch_checkpoint._enable_checkpoint_early_stop  # noqa: SLF001
     options = RegionOptions(
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
-        early_stop=early_stop if overridden is None else overridden,
-        modules=tuple(modules),
-        generators=tuple(generators),
+        early_stop=_unless_set(torch_checkpoint._enable_checkpoint_early_stop, early_stop),  # noqa: SLF001
+        modules=_several(modules),
+        generators=_several(generators),
         check=check,
         keep=keep,
         name=name,
     )
-    overridden = torch_checkpoint._checkpoint_debug_enabled  # noqa: SLF001
-    log = OperatorLog() if (debug if overridden is None else overridden) else None
-    if log is not None and context_fn is not None:
+    debug = _unless_set(torch_checkpoint._checkpoint_debug_enabled, debug)  # noqa: SLF001
+    if debug and context_fn is not None:
         raise ValueError("debug=True is incompatible with non-default context_fn")
-    if manager is None:
-        manager = default_manager()
-    _checks.instance("manager", manager, CheckpointManager)
+    manager = default_manager() if manager is None else _usable(manager, name or name_of(fn))
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     region = Region(fn, args, kwargs, options, manager)
     forward: Any = nullcontext()
-    if log is not None:
-        forward, region.context = log.contexts()
-        region.log = log
-    elif context_fn is not None:
+    if debug:
+        region.log = OperatorLog()
+        context_fn = region.log.contexts
+    if context_fn is not None:
         forward, region.context = context_fn()
     return region.forward(forward, args, kwargs)
+
+
+def _refuse(fn: object, use_reentrant: bool | None) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"fn must be a function, not {type(fn).__name__}: checkpoint(block, x), not "
+            "checkpoint(block(x))"
+        )
+    if use_reentrant:
+        raise ValueError(
+            "holdfast.checkpoint is never reentrant, and its keywords are only supported when "
+            "use_reentrant=False: leave use_reentrant out"
+        )
+
+
+def _unless_set(by_torch: bool | None, given: bool) -> bool:
+    """What torch's own context managers for checkpoints say goes before what was given."""
+    return given if by_torch is None else by_torch
+
+
+def _usable(manager: object, name: str) -> CheckpointManager:
+    given = _checks.instance("manager", manager, CheckpointManager)
+    if given.closed:
+        raise ClosedError(
+            f"region {name!r} was given a CheckpointManager that is closed; checkpointed layers "
+            "run as they are after undo() of what checkpoint_layers returned"
+        )
+    return given
 
 
 _MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # noqa: SLF001
@@ -118,3 +142,8 @@ def _is_traced() -> bool:
         torch._C._get_dispatch_mode(mode) is not None  # noqa: SLF001
         for mode in _MODES
     )
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    one = isinstance(value, torch.nn.Module) or not isinstance(value, Iterable)
+    return (value,) if one else tuple(value)

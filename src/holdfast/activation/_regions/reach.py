@@ -58,9 +58,10 @@ class _Attributes:
 class Reach:
     """What was found, in the order it was found."""
 
-    __slots__ = ("buffers", "modes", "parameters", "renormed", "roots")
+    __slots__ = ("buffers", "label", "modes", "parameters", "renormed", "roots")
 
     def __init__(self) -> None:
+        self.label: str | None = None  # what the caller calls the first root
         self.roots: list[Any] = []
         self.parameters: list[Parameter] = []
         self.buffers: list[Buffer] = []
@@ -79,8 +80,12 @@ class Reach:
         for root in self.roots:
             for name, found in (*root.named_parameters(), *root.named_buffers()):
                 if found is tensor:
-                    return f"{type(root).__name__}.{name}"
+                    return f"{self._called(root)}.{name}"
         return None
+
+    def _called(self, root: Any) -> str:
+        named = self.label is not None and root is self.roots[0]
+        return self.label if named and self.label else type(root).__name__
 
     def newcomers(self) -> list[Parameter]:
         """Parameters of modules that were put into the roots since."""
@@ -95,7 +100,7 @@ class Reach:
         for root in self.roots:
             for name, found in root.named_modules():
                 if found is module:
-                    return f"{type(root).__name__}.{name}" if name else type(root).__name__
+                    return f"{self._called(root)}.{name}" if name else self._called(root)
         return type(module).__name__
 
 

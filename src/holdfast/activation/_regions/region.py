@@ -31,7 +31,7 @@ from holdfast.activation._regions.saved import Alias, Saved, unpack
 from holdfast.activation._regions.streams import Stream, advanced, default_streams, marks, stream_of
 from holdfast.activation._storages import storages
 from holdfast.activation._surroundings import surroundings
-from holdfast.errors import RecomputationError
+from holdfast.errors import ClosedError, RecomputationError
 
 if TYPE_CHECKING:
     from holdfast.activation._regions.debug import OperatorLog
@@ -70,6 +70,7 @@ class Region:
         given = [*leaves(args), *leaves(kwargs)]
         self._tensors = [item for item in given if isinstance(item, torch.Tensor)]
         self.reached = reach(fn, given, options.modules)
+        self.reached.label = options.name
         self.epoch = steps.care(id(self))
         self.watched = digests(self.reached.parameters) if options.check == "digest" else {}
         self.buffers = copies(self.reached.buffers)
@@ -113,6 +114,15 @@ class Region:
 
     def retrieve(self, saved: Saved) -> Any:
         """The value of one saved tensor: held, or replayed together with the others."""
+        try:
+            return self._retrieve(saved)
+        except ClosedError as error:
+            raise ClosedError(
+                f"region {self.name!r} needs its CheckpointManager in backward, but that was "
+                "closed after the forward: call backward() first"
+            ) from error
+
+    def _retrieve(self, saved: Saved) -> Any:
         if saved.held is not None:
             return saved.held.get()
         with self._lock:
@@ -174,15 +184,23 @@ class Region:
             if is_parameter and id(owner) not in known:
                 known.add(id(owner))
                 self._unknown(owner)
-            if keep is not None and keep(tensor):
-                handle.held = (
-                    Alias(tensor, self.name) if is_parameter else manager.hold(tensor, self.name)
-                )
+            if keep is not None and is_parameter:
+                # It lives anyway, and must not force a replay of what is kept.
+                handle.held = Alias(tensor, self.name)
+            elif keep is not None and self._is_kept(keep, tensor):
+                handle.held = manager.hold(tensor, self.name)
             elif not is_parameter:
                 self._dropped_bytes += account.new_bytes(tensor)
             return handle
 
         return pack
+
+    def _is_kept(self, keep: Callable[[Any], bool], tensor: Any) -> bool:
+        try:
+            return bool(keep(tensor))
+        except Exception as error:
+            error.add_note(f"raised by keep, for region {self.name!r} of holdfast.checkpoint")
+            raise
 
     def _unknown(self, leaf: Any) -> None:
         """A parameter the region uses and no module found has: watched from now on."""

@@ -50,6 +50,7 @@ class Replay:
         self._enough = _EnoughError()
         self._stopped = False
         self._differences: list[str] = []
+        self._other_values = True
         self._comparing = region.options.determinism_check != "none"
         self._digests = None if region.digests is None else Digests()
         self._extra: Place | None = None
@@ -155,10 +156,11 @@ class Replay:
         for index, (value, place) in self._digests.all().items():
             if index in expected and value != expected[index][0]:
                 was = _told(self._region.described[index])
-                self._differ(index, was, "the same, with other values", place)
+                self._differ(index, was, _OTHER_VALUES, place)
 
     def _differ(self, index: int, was: str, now: str, place: Place) -> None:
-        if len(self._differences) < 10:  # noqa: PLR2004 -- the first is the cause, the rest follow
+        self._other_values &= now is _OTHER_VALUES
+        if len(self._differences) < _MOST_TOLD:
             self._differences.append(
                 f"tensor at position {index}, {place.told(self._region.reached)}:\n"
                 f"  saved in the forward: {was}\n  recomputed: {now}"
@@ -198,9 +200,10 @@ class Replay:
                 f"{told}. The gradients would be wrong. Call backward() first."
             )
         if self._differences:
+            how = "other values" if self._other_values else "different metadata"
             text = (
-                "Recomputed values for the following tensors have different metadata than during "
-                "the forward pass.\n" + "\n".join(self._differences)
+                f"Recomputed values for the following tensors have {how} than during the forward "
+                "pass.\n" + "\n".join(self._differences)
             )
         elif self._extra is not None:
             text = (
@@ -227,10 +230,13 @@ class Replay:
         return self._last + 1 if region.options.early_stop else len(region.described)
 
 
+_OTHER_VALUES = "the same, with other values"
+_MOST_TOLD = 3  # the first is the cause, the rest follow from it
 _TIP = (
     "A region must depend on nothing but its arguments, its modules' parameters and buffers, and "
-    "the random streams holdfast knows: name others with generators=, modules with modules=. "
-    "determinism_check='values' finds the first tensor that differs, debug=True shows operators."
+    "the random streams holdfast knows: name others with generators=, modules with modules=. It "
+    "must not change an object it was given (a key/value cache: switch it off). debug=True shows "
+    "where the operators differ, determinism_check='values' the first values that do."
 )
 
 
