@@ -202,7 +202,7 @@ def test_an_error_in_the_forward_is_the_regions_own():
 
 
 def test_an_error_in_the_replay_is_the_regions_own_and_the_graph_is_kept():
-    broken = True
+    broken = [True]  # not a plain variable: the replay would see it as it was
 
     def region(x):
         y = x.sin().exp()
@@ -215,13 +215,13 @@ def test_an_error_in_the_replay_is_the_regions_own_and_the_graph_is_kept():
     with pytest.raises(KeyError, match="missing weight") as caught:
         output.backward(retain_graph=True)
     assert any("encoder" in note for note in caught.value.__notes__)
-    broken = False
+    broken.clear()
     output.backward()
     assert torch.equal(x.grad, grads(region, x)[0])
 
 
 def test_ending_the_program_in_a_replay_is_not_turned_into_another_error():
-    replaying = False
+    replaying = []
 
     def region(x):
         y = x.sin().exp()
@@ -230,7 +230,7 @@ def test_ending_the_program_in_a_replay_is_not_turned_into_another_error():
         return y.sin()
 
     output = checkpoint(region, torch.ones(1, requires_grad=True))
-    replaying = True
+    replaying.append(True)
     with pytest.raises(KeyboardInterrupt):
         output.backward()
 

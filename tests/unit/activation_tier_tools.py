@@ -35,6 +35,10 @@ class Disk(System):
         self.write_error = None
         self.writes_before_error = 0
         self.read_error = None
+        self.truncate_error = None
+        self.truncating = threading.Event()
+        self.may_truncate = threading.Event()
+        self.may_truncate.set()
         self.refuse_direct_writes = False
 
     def create_file(self, name, folder, *, direct=False):
@@ -53,6 +57,13 @@ class Disk(System):
             raise OSError(self.write_error, os.strerror(self.write_error))
         self.writes_before_error = max(0, self.writes_before_error - 1)
         return super().write(fd, data, offset)
+
+    def truncate(self, fd, size):
+        self.truncating.set()
+        assert self.may_truncate.wait(WAIT_S)
+        if self.truncate_error is not None:
+            raise OSError(self.truncate_error, os.strerror(self.truncate_error))
+        super().truncate(fd, size)
 
     def read(self, fd, into, offset):
         self.reading.set()
@@ -128,6 +139,7 @@ class Bench:
     def close(self):
         self.disk.may_write.set()
         self.disk.may_read.set()
+        self.disk.may_truncate.set()
         self.tier.close()
 
 

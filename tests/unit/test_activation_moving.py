@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import os
-import resource
 import subprocess
 import sys
 import textwrap
@@ -87,20 +86,18 @@ def test_dropping_frees_memory_at_once_and_room_at_the_next_use(bench, no_gc):
     assert (bench.account.current, bench.account.moved) == (0, 0)
 
 
-def resident_bytes():
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * resource.getpagesize()
-
-
 def test_ten_thousand_abandoned_leave_memory_and_file_as_they_were(bench, no_gc):
     size = 128 * 1024
     for i in range(200):
         bench.hold(some(size, seed=i % 7))
-    resident, file = resident_bytes(), bench.file_bytes()
+    storages, file = [], bench.file_bytes()
     for i in range(10_000):
-        bench.hold(torch.full((size,), i % 100, dtype=torch.uint8))
+        tensor = torch.full((size,), i % 100, dtype=torch.uint8)
+        storages.append(weakref.ref(tensor.untyped_storage()))
+        bench.hold(tensor)
+    del tensor
     (last,) = bench.hold_moved(some())  # after which the writer has let go of those before
-    assert resident_bytes() - resident < 64 * 1024 * 1024  # of 1,250 that went through
+    assert sum(storage() is not None for storage in storages) == 0
     assert bench.file_bytes() - file <= 16 * size
     assert len(bench.tier._index) == len(bench.tier._ahead.living()) == 1
     assert (bench.account.current, bench.account.moved) == (0, last.size_bytes)
@@ -344,6 +341,120 @@ def test_what_was_written_of_what_did_not_fit_is_given_back_to_the_disk(bench):
     assert bench.file_bytes() == SIZE
     assert torch.equal(held.get(), tensor)
     assert torch.equal(first.get(), some())
+
+
+def too_large_for(bench, error=errno.EIO):
+    """Hold what the disk takes only a part of."""
+    bench.disk.write_error, bench.disk.writes_before_error = error, 1
+    return bench.hold(some(10 * 1024 * 1024))
+
+
+def test_a_disk_that_cannot_even_be_cut_short_keeps_nobody_waiting(benches, caplog):
+    bench = benches(backlog_bytes=SIZE)
+    bench.disk.truncate_error = errno.EIO
+    tensors, held = [some(seed=i) for i in range(4)], []
+
+    def hold():
+        held.append(too_large_for(bench))
+        held.extend(map(bench.hold, tensors))  # each waits for the one before
+
+    threading.Thread(target=hold, daemon=True).start()
+    bench.wait_for("fell_back", 5)
+    for each, tensor in zip(held[1:], tensors, strict=True):
+        assert torch.equal(each.get(), tensor)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 2
+    assert all(os.strerror(errno.EIO) in each for each in warned)
+
+    bench.disk.write_error = bench.disk.truncate_error = None
+    (later,) = bench.hold_moved(some(seed=9))
+    assert torch.equal(later.get(), some(seed=9))
+
+
+def test_nobody_waits_for_a_file_that_is_cut_short(bench):
+    first, second = bench.hold_moved(some(), some(seed=1))
+    bench.disk.may_truncate.clear()
+    large = too_large_for(bench)
+    assert bench.disk.truncating.wait(WAIT_S)
+    assert torch.equal(first.get(), some())
+    del first
+    bench.tidy()
+    bench.tier.trim()
+    third = bench.hold(some(seed=2))
+    assert torch.equal(third.get(), some(seed=2))
+    bench.disk.may_truncate.set()
+    bench.wait_for("fell_back", 1)
+    assert torch.equal(second.get(), some(seed=1))
+    assert torch.equal(large.get(), some(10 * 1024 * 1024))
+
+
+@pytest.fixture
+def with_free_end(bench):
+    """A tier whose file is longer than what is in it, and two that are in it."""
+    first, second, last = bench.hold_moved(some(), some(seed=1), some(seed=2))
+    del first
+    bench.tidy()
+    (again,) = bench.hold_moved(some(seed=3))  # in its place, and the writer is past the last
+    del last
+    bench.tidy()
+    assert bench.file_bytes() == 3 * SIZE
+    return bench, (again, second)
+
+
+def test_nothing_is_written_while_the_file_is_cut_short(with_free_end):
+    bench, (again, second) = with_free_end
+    bench.disk.may_truncate.clear()
+    bench.disk.writing.clear()
+    cutting = threading.Thread(target=bench.tier.trim)
+    cutting.start()
+    assert bench.disk.truncating.wait(WAIT_S)
+    held = bench.hold(some(seed=4), lasting=True)  # it would get the room that is being cut off
+    assert not bench.disk.writing.wait(0.1)
+    bench.disk.may_truncate.set()
+    bench.wait_for("moved", 5)
+    cutting.join(WAIT_S)
+    for each, seed in ((held, 4), (again, 3), (second, 1)):
+        assert torch.equal(each.get(), some(seed=seed))
+
+
+def test_closing_waits_for_a_file_that_is_cut_short(with_free_end):
+    bench, _ = with_free_end
+    bench.disk.may_truncate.clear()
+    cutting, closing = (threading.Thread(target=f) for f in (bench.tier.trim, bench.tier.close))
+    cutting.start()
+    assert bench.disk.truncating.wait(WAIT_S)
+    closing.start()
+    bench.tier._workers.join()
+    closing.join(0.1)
+    assert closing.is_alive()
+    bench.disk.may_truncate.set()
+    for thread in (cutting, closing):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    bench.tier.trim()  # of a file that is gone: nothing happens
+
+
+def test_room_that_the_disk_does_not_take_back_is_logged_and_used_again(with_free_end, caplog):
+    bench, (again, second) = with_free_end
+    bench.disk.truncate_error = errno.EIO
+    bench.tier.trim()
+    bench.tier.trim()
+    assert [os.strerror(errno.EIO) in each.getMessage() for each in caplog.records] == [True]
+    (held,) = bench.hold_moved(some(seed=4))
+    assert bench.file_bytes() == 3 * SIZE
+    for each, seed in ((held, 4), (again, 3), (second, 1)):
+        assert torch.equal(each.get(), some(seed=seed))
+
+
+def test_a_subscriber_that_ends_its_thread_does_not_end_the_writer(bench, caplog):
+    def leave(event):
+        if event.kind == "moved":
+            sys.exit("on purpose")
+
+    bench.subscribers.add(leave)
+    held = bench.hold_moved(some(), some(seed=1))
+    assert torch.equal(held[1].get(), some(seed=1))
+    assert "goes on" in caplog.text
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_unknown_tiers_are_refused(tier):
 @pytest.mark.parametrize("direct", [True, False])
 def test_neither_writing_nor_reading_leaves_anything_in_the_page_cache(benches, direct):
     bench = benches(Disk(direct=direct))
-    assert bench.file.direct == direct
+    assert bench.file._direct == direct
     tensor = some(3 * SIZE)
     (held,) = bench.hold_moved(tensor)
     assert bench.cached_pages() == 0
@@ -160,7 +160,7 @@ def test_where_direct_io_is_refused_it_is_buffered_and_said_once(benches, caplog
     tensors = [some(seed=i) for i in range(3)]
     for held, tensor in zip(bench.hold_moved(*tensors), tensors, strict=True):
         assert torch.equal(held.get(), tensor)
-    assert not bench.file.direct
+    assert not bench.file._direct
     assert bench.cached_pages() == 0
     assert [record.message for record in caplog.records if "direct I/O" in record.message] == [
         caplog.records[0].message

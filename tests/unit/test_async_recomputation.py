@@ -400,6 +400,44 @@ def test_a_failure_names_the_layer_and_keeps_the_original():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_call_that_failed_leaves_no_garbage(cancelled):
+    storages = []
+    leave, inside = threading.Event(), threading.Event()
+
+    def first():
+        tensor = torch.ones(1000)
+        storages.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    def second(_):
+        inside.set()
+        assert leave.wait(SOON_S)
+        raise BrokenError("on purpose")
+
+    async def run():
+        async with AsyncRecomputationEngine(2) as engine:
+            engine.register_recompute_function("first", first)
+            engine.register_recompute_function("second", second, depends_on=["first"])
+            call = asyncio.ensure_future(engine.recompute_multiple_async(["first", "second"]))
+            assert await asyncio.to_thread(inside.wait, SOON_S)
+            if cancelled:
+                for _ in range(2):  # the second time while it waits for what runs
+                    call.cancel()
+                    await turns()
+            leave.set()
+            await asyncio.wait([call])  # raised here, the error would know the task that has it
+            assert call.cancelled() if cancelled else call.exception().layer_id == "second"
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert [storage() for storage in storages] == [None]
+    finally:
+        gc.enable()
+
+
 def test_after_a_failure_nothing_starts_and_what_runs_is_waited_for(caplog):
     async def main():
         broken, slow, after = Held(BrokenError("first")), Held(BrokenError("second")), Held()

@@ -239,6 +239,33 @@ def test_a_storage_that_grew_is_counted_anew_when_it_is_added_again():
     assert size(cache) == 2
 
 
+@pytest.mark.parametrize("change", ["the tensor", "what came back", "a view of it"])
+def test_what_is_changed_in_place_is_not_cached_any_more(change):
+    cache = RecomputationCache(1000)
+    tensor = torch.zeros(10)
+    cache.add("a", tensor)
+    cache.add("b", torch.zeros(10))
+    changed = {"the tensor": tensor, "what came back": cache.get("a"), "a view of it": tensor[3:]}
+    changed[change].add_(1)
+    assert "a" not in cache
+    assert cache.get("a") is None
+    stats = cache.get_stats()
+    assert (stats.cached_items_count, stats.current_size_bytes, stats.evictions) == (1, 40, 0)
+    assert (stats.cache_misses, stats.cache_hits) == (1, 1)
+    assert cache.add("a", tensor)
+    assert cache.get("a") is tensor
+    assert "b" in cache
+
+
+def test_an_inference_tensor_has_no_version_and_stays_cached():
+    cache = RecomputationCache(1000)
+    with torch.inference_mode():
+        tensor = torch.zeros(10)
+        cache.add("a", tensor)
+        tensor.add_(1)
+        assert cache.get("a") is tensor
+
+
 def test_a_tensor_made_to_point_elsewhere_does_not_spoil_the_account():
     cache = RecomputationCache(1000)
     tensor = of_bytes(300)

@@ -2,6 +2,7 @@
 that many threads can use it at once."""
 
 import dataclasses
+import gc
 import itertools
 import logging
 import pickle
@@ -14,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
-from holdfast.activation._events import ActivationEvent
+from holdfast.activation._events import ActivationEvent, Subscribers
 from holdfast.activation._recomputing.engine import RecomputationEngine
 from holdfast.errors import ClosedError, DependencyCycleError, RecomputationError, UnknownLayerError
 
@@ -565,11 +566,12 @@ def test_subscribers_are_told_of_each_recomputation(time):
         a=((), lambda: time.pass_ms(2) or torch.zeros(4, 5)),
         b=((), lambda: {"x": torch.zeros(3), "y": [torch.zeros(1, dtype=torch.int64), "text"]}),
         sparse=((), lambda: torch.eye(4).to_sparse()),
+        view=((), lambda: [part := torch.zeros(1000)[:10], part[:2]]),
         broken=((), lambda: time.pass_ms(3) or fails()),
     )
     seen = []
     unsubscribe = engine.on_event(seen.append)
-    engine.recompute_multiple(["a", "b", "sparse"])
+    engine.recompute_multiple(["a", "b", "sparse", "view"])
     with pytest.raises(RecomputationError):
         engine.recompute("broken")
     unsubscribe()
@@ -578,7 +580,8 @@ def test_subscribers_are_told_of_each_recomputation(time):
     assert seen == [
         ActivationEvent(kind="recomputed", layer_id="a", size_bytes=80, elapsed_ms=2.0),
         ActivationEvent(kind="recomputed", layer_id="b", size_bytes=20),
-        ActivationEvent(kind="recomputed", layer_id="sparse", size_bytes=64),
+        ActivationEvent(kind="recomputed", layer_id="sparse", size_bytes=80),
+        ActivationEvent(kind="recomputed", layer_id="view", size_bytes=4000),
         ActivationEvent(kind="failed", layer_id="broken", elapsed_ms=3.0),
     ]
 
@@ -614,6 +617,35 @@ def test_a_callback_added_twice_is_told_twice_until_taken_away(engine):
     assert len(seen) == 3
 
 
+def test_the_end_of_an_object_may_unsubscribe_at_any_point():
+    """As the garbage collector ends one: inside whatever its thread is doing."""
+    subscribers, seen = Subscribers(), []
+
+    class Watcher:
+        def __init__(self):
+            self.itself = self
+            weakref.finalize(self, subscribers.add(seen.append)).atexit = False
+
+    def work():
+        for _ in range(500):
+            Watcher()
+            subscribers.add(seen.append)()
+            subscribers.tell(ActivationEvent(kind="recomputed", layer_id="a"))
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(SOON_S)
+    finally:
+        gc.set_threshold(*threshold)
+    assert not thread.is_alive()
+    gc.collect()
+    assert not subscribers
+    assert len(seen) >= 500
+
+
 def test_what_cannot_be_told_is_refused(engine):
     with pytest.raises(ValueError, match="callback must be a function of an event"):
         engine.on_event("print")
@@ -643,8 +675,15 @@ def test_a_profile_has_what_was_recomputed_in_its_block(time):
         "layer   calls  failed  total ms  mean ms  bytes",
         "slow        1       0    20.000   20.000      8",
         "quick       2       0     2.000    1.000     64",
-        "broken      0       1     0.000        -      0",
+        "broken      0       1     0.000        -      -",
     ]
+
+
+def test_a_profile_tells_no_bytes_where_none_are_known(time):
+    engine = time.engine()
+    with engine.profile() as profile:
+        engine.run("region", lambda: 3)
+    assert profile.report().splitlines()[1].split() == ["region", "1", "0", *["0.000"] * 2, "-"]
 
 
 def test_an_empty_profile_has_a_report(engine):

@@ -1,11 +1,8 @@
 """What is told to those who watch activations, and who they are. Knows nothing of what happens."""
 
 import logging
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
 
 _log = logging.getLogger("holdfast.activation")
 
@@ -15,7 +12,9 @@ class ActivationEvent:
     """Something that happened to the activation of a layer.
 
     An engine tells of ``recomputed`` and ``failed``; a manager of ``registered``, ``retrieved``,
-    ``recomputed``, ``moved``, ``fell_back``, ``cleared`` and ``region``.
+    ``recomputed``, ``moved``, ``fell_back``, ``cleared`` and ``region``. ``size_bytes`` is that of
+    the memory behind the tensors, as far as it is known: all of a storage also for a view of a
+    part, and 0 where what was recomputed is not shown, as in the replay of a region.
     """
 
     kind: str
@@ -25,17 +24,20 @@ class ActivationEvent:
 
 
 class Subscribers:
-    """Who is told of events. False while there is nobody. Thread-safe: telling takes no lock.
+    """Who is told of events. False while there is nobody. Thread-safe.
 
     Callbacks are called in the thread in which the event happened and in the order in which they
     were added.
+
+    There is no lock: adding, taking away and listing are single steps of the interpreter. What
+    unsubscribes may be the end of an object, which comes in any thread at any point of its work,
+    and must not wait for one.
     """
 
-    __slots__ = ("_lock", "_subscriptions")
+    __slots__ = ("_subscriptions",)
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._subscriptions: tuple[_Subscription, ...] = ()
+        self._subscriptions: dict[_Subscription, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._subscriptions)
@@ -47,22 +49,19 @@ class Subscribers:
             raise ValueError(  # noqa: TRY004 -- as every refusal of an argument
                 f"callback must be a function of an event, not {callback!r:.200}"
             )
-        subscription = _Subscription(callback)
-        with self._lock:
-            self._subscriptions = (*self._subscriptions, subscription)
+        subscriptions, subscription = self._subscriptions, _Subscription(callback)
+        subscriptions[subscription] = None
 
         def unsubscribe() -> None:
-            with self._lock:
-                self._subscriptions = tuple(
-                    each for each in self._subscriptions if each is not subscription
-                )
+            subscriptions.pop(subscription, None)
 
         return unsubscribe
 
     def tell(self, event: ActivationEvent) -> None:
         """Call every callback. One that raises is logged and the others are still called: what
         watches a training must not end it."""
-        for subscription in self._subscriptions:
+        # Not a tuple: making one may collect garbage half way, whose end may unsubscribe.
+        for subscription in list(self._subscriptions):
             try:
                 subscription.callback(event)
             except Exception:  # noqa: BLE001 -- logged; see above
@@ -76,15 +75,3 @@ class _Subscription:
 
     def __init__(self, callback: Callable[[ActivationEvent], object]) -> None:
         self.callback = callback
-
-
-def size_of(value: object) -> int:
-    """The bytes of the elements of all tensors in ``value``: a tensor, or lists, tuples and dicts
-    of them. Views are counted as if they were alone, sparse tensors as if they were dense."""
-    if isinstance(value, torch.Tensor):
-        return int(value.numel() * value.element_size())
-    if isinstance(value, list | tuple):
-        return sum(map(size_of, value))
-    if isinstance(value, Mapping):
-        return sum(map(size_of, value.values()))
-    return 0

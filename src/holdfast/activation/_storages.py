@@ -1,5 +1,6 @@
 """The memory behind a tensor. Knows storages and where torch hides them, not who keeps them."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,21 @@ def storages(tensor: Any) -> list[Any]:
         return _storages(tensor)
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- torch has no other name for it
         return _storages(tensor)
+
+
+def memory_bytes(value: object) -> int:
+    """The memory behind all tensors in ``value``, each storage once: a tensor, or lists, tuples
+    and dicts of them."""
+    found = {storage._cdata: storage for each in _tensors(value) for storage in storages(each)}  # noqa: SLF001 -- the identity of a storage
+    return sum(int(storage.nbytes()) for storage in found.values())
+
+
+def _tensors(value: object) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each)
 
 
 def _storages(tensor: Any) -> list[Any]:

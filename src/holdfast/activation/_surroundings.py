@@ -1,8 +1,9 @@
-"""What code runs under without being told: autocast, default dtype and device, the attention
-kernels allowed. Knows how to note it and bring it back, not why.
+"""What code runs under without being told: autocast, default dtype and device, the kernels that
+are allowed. Knows how to note it and bring it back, not why.
 
 torch's own checkpoint brings back autocast and the default device. The attention kernels decide
-which tensors are saved, the default dtype what new tensors are: a replay that runs after their
+which tensors are saved, the default dtype what new tensors are, oneDNN and the precision of
+matrix products their last bits: a replay that runs after their
 ``with`` block has ended must see them as the forward did.
 """
 
@@ -25,6 +26,8 @@ class Surroundings(NamedTuple):
     dtype: Any
     device: Any
     attention: tuple[bool, ...]
+    onednn: bool
+    matmul_precision: str
 
 
 @functools.cache
@@ -44,6 +47,8 @@ def surroundings() -> Surroundings:
         torch.get_default_dtype(),
         _default_device(),
         _attention(),
+        torch._C._get_mkldnn_enabled(),  # noqa: SLF001 -- torch.backends.mkldnn.enabled, 20 x faster
+        torch.get_float32_matmul_precision(),
     )
 
 
@@ -57,6 +62,12 @@ def restored(then: Surroundings) -> Iterator[None]:
         if now.dtype != then.dtype:
             stack.callback(torch.set_default_dtype, now.dtype)
             torch.set_default_dtype(then.dtype)
+        if now.onednn != then.onednn:
+            stack.callback(torch._C._set_mkldnn_enabled, now.onednn)  # noqa: SLF001
+            torch._C._set_mkldnn_enabled(then.onednn)  # noqa: SLF001
+        if now.matmul_precision != then.matmul_precision:
+            stack.callback(torch.set_float32_matmul_precision, now.matmul_precision)
+            torch.set_float32_matmul_precision(then.matmul_precision)
         if now.attention != then.attention:
             stack.enter_context(_attending(then.attention))
         # Autocast is entered even where it is as it was: its cache of cast weights belongs to

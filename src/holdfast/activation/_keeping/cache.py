@@ -11,6 +11,7 @@ import torch
 
 from holdfast import _checks
 from holdfast.activation._keeping.cache_policies import CachePolicy, policy_of
+from holdfast.activation._keeping.geometry import version_of
 from holdfast.activation._layer_ids import layer_id as checked_id
 from holdfast.activation._storages import storages
 from holdfast.errors import ClosedError, RecomputationError
@@ -44,7 +45,9 @@ class RecomputationCache:
     part, and a storage that several share once. So a small view of a large tensor is large: add
     ``view.clone()`` to keep just that. Storages are measured as they are added, so do not resize
     what is cached. Tensors are kept and given back as they are, not copied and not detached: one
-    with a ``grad_fn`` keeps its graph alive, which is not counted.
+    with a ``grad_fn`` keeps its graph alive, which is not counted. One that is changed in place
+    after it was added, also by who got it from here, is no longer the layer's activation and
+    counts as not cached; as in autograd, changes through ``.data`` are not seen.
 
     ``policy`` says what goes when room is needed: ``"lru"``, ``"lfu"`` or a ``CachePolicy``. If
     that fails or names what is not cached, the call raises ``RecomputationError``; what is cached
@@ -82,13 +85,16 @@ class RecomputationCache:
 
     def get(self, layer_id: str) -> torch.Tensor | None:
         """The activation, or ``None`` if it is not cached. Counts as a hit or a miss, and as a
-        use."""
+        use. One that was changed is dropped."""
         checked_id("layer_id", layer_id)
+        gone: list[_Item] = []  # freed after the lock: that may run callbacks that use the cache
         with self._lock:
             self._require_usable()
             item = self._items.get(layer_id)
-            if item is None:
+            if item is None or item.is_changed():
                 self._misses += 1
+                if item is not None:
+                    self._take(layer_id, gone)
                 return None
             self._ask(layer_id, self._policy.used, layer_id)
             self._hits += 1
@@ -103,7 +109,7 @@ class RecomputationCache:
         """
         checked_id("layer_id", layer_id)
         item = _Item(_checks.instance("activation", activation, torch.Tensor))
-        gone: list[_Item] = []  # freed after the lock: that may run callbacks that use the cache
+        gone: list[_Item] = []  # as above
         with self._lock:
             self._require_usable()
             if layer_id in self._items:
@@ -129,7 +135,8 @@ class RecomputationCache:
         checked_id("layer_id", layer_id)
         with self._lock:
             self._require_usable()
-            return layer_id in self._items
+            item = self._items.get(layer_id)
+            return item is not None and not item.is_changed()
 
     __contains__ = contains
 
@@ -245,15 +252,17 @@ class RecomputationCache:
 
 
 class _Item:
-    """An activation, the storages it was added with, and their sizes then by identity.
+    """An activation, its version, the storages it was added with, and their sizes then by
+    identity.
 
     The storages are held: what the tensor is made to point to later must not get their identities.
     """
 
-    __slots__ = ("sizes", "storages", "tensor")
+    __slots__ = ("sizes", "storages", "tensor", "version")
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
+        self.version = version_of(tensor)
         self.storages = storages(tensor)
         self.sizes = {each._cdata: int(each.nbytes()) for each in self.storages}  # noqa: SLF001
         if tensor.numel() and not self.storages:
@@ -261,6 +270,9 @@ class _Item:
                 "activation must be a tensor whose memory can be counted, not one of layout "
                 f"{tensor.layout} on {tensor.device}, class {type(tensor).__name__}"
             )
+
+    def is_changed(self) -> bool:
+        return version_of(self.tensor) != self.version
 
 
 class _Account:

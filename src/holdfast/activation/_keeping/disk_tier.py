@@ -116,7 +116,8 @@ class DiskStore:
     def trim(self) -> None:
         """Give the room behind the last place in use back to the disk. Not while writing."""
         with self._lock:
-            self._file.shorten(self._extents.end)
+            end = self._extents.end
+        self._file.shorten(end)  # outside the lock: freeing must not wait for the disk
 
     def close(self) -> None:
         """The file is gone. Idempotent; nobody may be reading or writing."""

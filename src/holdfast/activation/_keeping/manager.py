@@ -21,7 +21,7 @@ from holdfast.activation._keeping.tiers import open_tier
 from holdfast.activation._keeping.watched_regions import Watched, WatchedRegions
 from holdfast.activation._layer_ids import layer_id as checked_id
 from holdfast.activation._recomputing.engine import RecomputationEngine
-from holdfast.activation._storages import storages
+from holdfast.activation._storages import memory_bytes
 from holdfast.errors import CheckpointNotFoundError, ClosedError, CorruptedError, RecomputationError
 
 
@@ -38,12 +38,14 @@ class CheckpointManager:
     does not keep the graph that made it.
 
     What is not kept is recomputed by ``engine``, by default an engine of its own, and then kept in
-    ``cache`` if there is one. A cache or an engine that was given is not closed with the manager.
+    ``cache`` if there is one. A cache or an engine that was given is not closed with the manager;
+    while it is closed itself, what needs it raises ``ClosedError``, and the rest works.
 
     A tensor that is changed in place while it is kept is an error when it is asked for, where the
     change can have reached what is kept: always in place; in the other tiers until its copy was
     complete and the thread that held it has used the manager again. After that its old value
-    comes back. As in autograd, changes through ``.data`` are not seen.
+    comes back. One that is cached and was changed is recomputed. As in autograd, changes through
+    ``.data`` are not seen.
 
     After ``close()`` every call but ``close`` raises ``ClosedError``. A manager that is dropped
     without ends its threads and its file when the last tensor held by it is gone. In a process
@@ -153,7 +155,7 @@ class CheckpointManager:
         self._recovery.clear()
         with self._lock:
             self._tier.tidy()
-            self._tier.trim()
+        self._tier.trim()
         self._tell("cleared", "", size_bytes)
 
     def get_memory_stats(self) -> MemoryStats:
@@ -292,8 +294,3 @@ class CheckpointManager:
                     kind=kind, layer_id=layer_id, size_bytes=size_bytes, elapsed_ms=elapsed_ms
                 )
             )
-
-
-def memory_bytes(tensor: Any) -> int:
-    """The memory behind a tensor."""
-    return sum(storage.nbytes() for storage in storages(tensor))

@@ -14,7 +14,8 @@ class MemoryStats:
         registered layers, and the bytes of one, wherever they are.
     ``memory_savings``
         bytes that storing everything would have in memory and that are not: moved by the tier,
-        dropped by regions that are still to be replayed, and of layers the cache did not keep.
+        dropped by regions, replayed or not, until their graph is freed, and of layers the cache
+        did not keep.
     ``moved_bytes``
         what of these the tier has moved.
     ``most_accessed`` and ``least_accessed``

@@ -139,9 +139,12 @@ class MovingTier:
             self._ahead.drop(payload)
 
     def trim(self) -> None:
-        """Give room that nobody uses back to the disk. The caller holds the lock."""
-        if not self._behind.busy and not self.closed:
-            self._store.trim()
+        """Give room that nobody uses back to the disk, unless that is being written to."""
+        with self._changed:
+            if self._behind.busy or self.closed:
+                return
+            self._behind.busy = True
+        self._behind.trim()
 
     def close(self) -> None:
         """End the threads, drop what is in memory and give the store up. Idempotent."""
@@ -157,7 +160,7 @@ class MovingTier:
         self._workers.stop()
         self._workers.join()
         with self._changed:
-            while self._readers and self._workers.are_here:
+            while (self._readers or self._behind.busy) and self._workers.are_here:
                 self._changed.wait()
             for payload in living:
                 payload.aliases, payload.versions, payload.ready = [], [], None

@@ -170,15 +170,19 @@ class Payload:
 
 
 class MovingTensor:
-    """A ``Held`` whose tensor may be in memory or in the tier's store."""
+    """A ``Held`` whose tensor may be in memory or in the tier's store.
 
-    __slots__ = ("_index", "_sequence", "asked", "layer_id", "memory")
+    ``index`` says which of the payload's tensors it is, ``sequence`` when it was held, counted over
+    the whole tier.
+    """
+
+    __slots__ = ("asked", "index", "layer_id", "memory", "sequence")
 
     def __init__(self, memory: Payload, layer_id: str, index: int, sequence: int) -> None:
         self.memory = memory
         self.layer_id = layer_id
-        self._index = index
-        self._sequence = sequence
+        self.index = index
+        self.sequence = sequence
         self.asked = False
 
     @property
@@ -188,16 +192,6 @@ class MovingTensor:
     @property
     def parts(self) -> tuple[Payload, ...]:
         return (self.memory,)
-
-    @property
-    def index(self) -> int:
-        """Which of the payload's tensors it is."""
-        return self._index
-
-    @property
-    def sequence(self) -> int:
-        """When it was held, counted over the whole tier."""
-        return self._sequence
 
     def get(self) -> Any:
         return self.memory.tier.get(self)

@@ -2,6 +2,7 @@
 by computing them. Knows functions and results; not where results are kept if there is no cache.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from holdfast.activation._keeping.cache import RecomputationCache
 from holdfast.activation._keeping.single_flight import Flights
 from holdfast.activation._recomputing.engine import RecomputationEngine
-from holdfast.errors import RecomputationError
+from holdfast.errors import ClosedError, RecomputationError
 
 Recompute = Callable[[], Any] | None
 
@@ -37,7 +38,11 @@ class Recovery:
         return recompute is not None or self._engine.has_recompute_function(layer_id)
 
     def is_cached(self, layer_id: str) -> bool:
-        return self._cache is not None and layer_id in self._cache
+        """A cache that was closed has nothing."""
+        try:
+            return self._cache is not None and layer_id in self._cache
+        except ClosedError:
+            return False
 
     def find(
         self,
@@ -76,9 +81,10 @@ class Recovery:
         return found if own else Found(tensor=found.tensor)
 
     def clear(self) -> None:
-        """Empty the cache."""
+        """Empty the cache. One that was closed is empty."""
         if self._cache is not None:
-            self._cache.clear()
+            with contextlib.suppress(ClosedError):
+                self._cache.clear()
 
     def _cached(self, layer_id: str) -> Any:
         # Looked for first, for a miss was counted already.

@@ -101,10 +101,6 @@ class ScratchFile:
         if not self._direct:
             self._tell_buffered()
 
-    @property
-    def direct(self) -> bool:
-        return self._direct
-
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data``: whole blocks, from aligned memory, to an aligned offset."""
         while data:

@@ -28,7 +28,7 @@ class Tier(Protocol):
         """Bring the account up to date. The caller holds the tier's lock."""
 
     def trim(self) -> None:
-        """Give back what nobody uses. The caller holds the tier's lock."""
+        """Give back what nobody uses, as far as that can be had at once."""
 
     def close(self) -> None:
         """Drop everything. Idempotent."""

@@ -7,6 +7,7 @@ stopped inside torch takes the process down with it.
 
 import atexit
 import functools
+import logging
 import os
 import queue
 import threading
@@ -23,6 +24,8 @@ Work = Callable[[Any, Any], None]
 """Called with the owner and an item, or ``None`` in the place of an item that is gone."""
 
 _Queue = queue.SimpleQueue[weakref.ref[Any] | None]
+
+_log = logging.getLogger("holdfast.activation")
 
 
 class Workers:
@@ -84,9 +87,14 @@ class Workers:
 def _serve(items: _Queue, work: Work, owner_ref: weakref.ref[Owner]) -> None:
     while (ref := items.get()) is not None:
         owner, item = owner_ref(), ref()
-        if owner is not None:
-            work(owner, item)
-        del owner, item  # or the thread would keep them until it is given the next
+        try:
+            if owner is not None:
+                work(owner, item)
+        except BaseException:  # noqa: BLE001 -- logged; see below
+            # Must not end this thread: whoever waits for its work would wait for ever.
+            _log.exception("a thread of a tier failed in one piece of its work, and goes on")
+        finally:
+            del owner, item  # or the thread would keep them until it is given the next
 
 
 def _end(queues: tuple[_Queue, ...], at_exit: Callable[[], None]) -> None:

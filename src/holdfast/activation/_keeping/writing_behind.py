@@ -17,8 +17,11 @@ _log = logging.getLogger("holdfast.activation")
 
 
 class WritingBehind:
-    """What is to be written, and the writing. All but ``write`` is called under the tier's lock,
-    which ``changed`` has."""
+    """What is to be written, and the writing. All but ``write`` and ``trim`` is called under the
+    tier's lock, which ``changed`` has.
+
+    While ``busy``, somebody writes or trims, and nobody else may.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class WritingBehind:
         self._backlog = 0
         self._places = 0
         self._refused = False
-        self._told = False
+        self._told: set[str] = set()
         self._unsettled: dict[int, list[weakref.ref[Payload]]] = {}
         self.busy = False
 
@@ -89,6 +92,8 @@ class WritingBehind:
         """
         began_ns = time.perf_counter_ns()
         with self._changed:
+            while self.busy:
+                self._changed.wait()
             if payload.state is not State.WAITING:
                 return
             payload.state = State.WRITING
@@ -105,8 +110,31 @@ class WritingBehind:
         if moved:
             self._tell("moved", payload, began_ns)
         elif problem:
-            self._warn(payload, problem)
+            self._warn_once(
+                "the %s tier did not take the %d bytes of %r (%s): they stay in memory, and so may "
+                "others; nothing is lost",
+                self._store.word,
+                payload.size_bytes,
+                payload.layer_id,
+                problem,
+            )
             self._tell("fell_back", payload, began_ns)
+
+    def trim(self) -> None:
+        """Give back room that nobody uses. Called without the lock, by whoever set ``busy``."""
+        try:
+            self._store.trim()
+        except OSError as error:
+            self._warn_once(
+                "the %s tier could not give back room that it no longer uses (%s): it is used "
+                "again for what is written next; nothing is lost",
+                self._store.word,
+                error,
+            )
+        finally:
+            with self._changed:
+                self.busy = False
+                self._changed.notify_all()
 
     def _is_full(self) -> bool:
         # With nothing of ours in the store, only trying can tell.
@@ -123,7 +151,7 @@ class WritingBehind:
         """Whether the payload is in the store now."""
         released: list[Any] = []
         with self._changed:
-            self.busy = False
+            self.busy = refused
             self._refused |= refused
             wanted = payload.state is State.WRITING
             torn = wanted and place is not None and payload.is_changed()
@@ -143,10 +171,10 @@ class WritingBehind:
                 payload.state = State.KEPT
             if released:
                 self._account.add(-payload.size_bytes)
-            if refused:
-                self._store.trim()
             self._changed.notify_all()
         released.clear()  # memory is given back here, outside the lock
+        if refused:
+            self.trim()  # what was written of it is of no use
         if moved:
             self._begin_settling(payload)
         return moved
@@ -157,18 +185,10 @@ class WritingBehind:
             if not payload.settled and payload.holder is not None:
                 self._unsettled.setdefault(payload.holder, []).append(weakref.ref(payload))
 
-    def _warn(self, payload: Payload, problem: str) -> None:
-        if self._told:
-            return
-        self._told = True
-        _log.warning(
-            "the %s tier did not take the %d bytes of %r (%s): they stay in memory, and so may "
-            "others; nothing is lost",
-            self._store.word,
-            payload.size_bytes,
-            payload.layer_id,
-            problem,
-        )
+    def _warn_once(self, message: str, *facts: object) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            _log.warning(message, *facts)
 
     def _tell(self, kind: str, payload: Payload, began_ns: int) -> None:
         if self._subscribers:

@@ -5,7 +5,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -112,7 +112,7 @@ class CheckpointedLayers:
         self._costs: dict[str, LayerCost] = {}
         self._chosen = choose_by_name(config, tuple(candidates))
         self._learning: Learning | None = Learning()
-        self._stop_learning = self._learning.listen(manager.engine)
+        self._stop_learning = self._listen(self._learning)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class CheckpointedLayers:
             if self._undone:
                 return
             learning = Learning()
-            stop_learning = learning.listen(self._manager.engine)
+            stop_learning = self._listen(learning)
             self._stop()
             self._stop_learning = stop_learning
             self._chosen = choose_by_name(self._config, tuple(self._modules))
@@ -224,6 +224,13 @@ class CheckpointedLayers:
                 )
         unseen = self._modules.keys() - self._costs.keys()
         self._chosen = choose_by_cost(self._config, costs, available) | unseen
+
+    def _listen(self, learning: Learning) -> Callable[[], object]:
+        """Have the engine tell it of replays, until what is returned is called or this is gone:
+        the manager may outlive many models."""
+        stop = weakref.finalize(self, learning.listen(self._manager.engine))
+        stop.atexit = False
+        return stop
 
     def _stop(self) -> None:
         self._stop_learning()

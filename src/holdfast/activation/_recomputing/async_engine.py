@@ -182,12 +182,17 @@ def _collect(running: _Running, work: Pass) -> list[str]:
     """Take what has ended out of ``running``; the layers that can start now."""
     freed = []
     for future in [each for each in running if each.done()]:
-        layer_id, _ = running.pop(future)
+        layer_id = running.pop(future)[0]
         if future.cancelled():
             raise ClosedError(
                 f"this AsyncRecomputationEngine was closed before layer {layer_id!r} started"
             )
-        freed += work.finish(layer_id, future.result())
+        try:
+            freed += work.finish(layer_id, future.result())
+        finally:
+            # Its error knows this frame: without this they would keep each other alive, and all
+            # results of the pass.
+            del future
     return freed
 
 
@@ -203,7 +208,10 @@ async def _ended(running: _Running) -> None:
         if not future.cancelled():
             future.exception()  # or asyncio would complain that nobody looked at it
     if cancelled is not None:
-        raise cancelled
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # as above
 
 
 def _under_the_same(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,7 +225,9 @@ def _under_the_same(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def called(*args: Any) -> Any:
         there = surroundings()
-        same = here._replace(dtype=there.dtype, attention=there.attention)
+        same = there._replace(
+            autocast=here.autocast, autocast_cache=here.autocast_cache, device=here.device
+        )
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), restored(same):
             return call(*args)
 

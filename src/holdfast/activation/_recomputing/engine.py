@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Self
 
-from holdfast.activation._events import ActivationEvent, Subscribers, size_of
+from holdfast.activation._events import ActivationEvent, Subscribers
 from holdfast.activation._layer_ids import layer_id as checked_id
 from holdfast.activation._layer_ids import layer_ids as checked_ids
 from holdfast.activation._recomputing.engine_stats import Ledger, RecomputationStats
 from holdfast.activation._recomputing.graph import DependencyGraph, cycle_in_words
 from holdfast.activation._recomputing.passes import Pass
 from holdfast.activation._recomputing.profile import RecomputationProfile, profiling
+from holdfast.activation._storages import memory_bytes
 from holdfast.errors import ClosedError, DependencyCycleError, RecomputationError, UnknownLayerError
 from holdfast.resilience._operation import in_words, name_of
 
@@ -222,7 +223,7 @@ class RecomputationEngine:
             ActivationEvent(
                 kind=kind,
                 layer_id=layer_id,
-                size_bytes=size_of(result),
+                size_bytes=memory_bytes(result),
                 elapsed_ms=elapsed_ns / _NS_PER_MS,
             )
         )

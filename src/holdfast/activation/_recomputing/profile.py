@@ -27,7 +27,7 @@ class RecomputationProfile:
 
     def report(self) -> str:
         """A table of the layers, the one that took longest first. Times and bytes are those of
-        all recomputations of the layer that gave a result."""
+        all recomputations of the layer that gave a result; ``-`` where nothing is known of it."""
         by_layer: dict[str, list[ActivationEvent]] = {}
         for event in self.events:
             by_layer.setdefault(event.layer_id, []).append(event)
@@ -57,7 +57,7 @@ def _row(events: list[ActivationEvent]) -> tuple[float, tuple[str, ...]]:
         f"{len(events) - len(done)}",
         f"{total_ms:.3f}",
         f"{total_ms / len(done):.3f}" if done else "-",
-        f"{sum(event.size_bytes for event in done)}",
+        f"{sum(event.size_bytes for event in done) or '-'}",
     )
 
 

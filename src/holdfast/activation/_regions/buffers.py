@@ -2,31 +2,61 @@
 a replay, so that what it holds now is neither seen nor touched by it.
 
 A parameter that was replaced since (by ``setattr``, or because ``functional_call`` had put it
-there for the forward) is swapped in as it is; of a buffer, a copy of its value.
+there for the forward) is swapped in as it is; of a buffer, a copy of its value. Buffers that lie
+in the same memory are copied as one: what is written to one is seen in the other.
 
 BatchNorm writes its running statistics without moving their version counter, so a change is
-found by comparing bits. Small buffers are not compared at all: their copy is kept and used.
-On accelerators a comparison would wait for the device; there a large buffer's copy is kept
-only if its version counter moved.
+found by comparing bits. Small buffers are not compared after the forward: their copy is kept and
+used. Regions that find a small buffer unchanged share one copy. On accelerators a comparison
+would wait for the device; there a large buffer's copy is kept only if its version counter moved,
+and copies are not shared.
 """
 
-from collections.abc import Iterator, Sequence
+import ctypes
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.activation._regions.reach import Buffer, Parameter, as_found, version_of
+from holdfast.activation._regions.found import Buffer, Parameter, as_found, storage_of, version_of
 
 SMALL_BYTES = 64 * 1024
 
+_ABSENT = object()
+
+
+class _Value:
+    """The copied memory of one or more buffers. Regions that found the same bits share it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
 
 class Copy(NamedTuple):
-    """A buffer, as it was found, and its value then."""
+    """Buffers in one memory, as they were found, and a copy of it."""
 
-    buffer: Buffer
-    found: Parameter | None  # None: the module had the name, but nothing under it
-    value: Any
+    buffers: tuple[Buffer, ...]
+    found: tuple[Parameter, ...]  # empty: the module had the name, but nothing under it
+    value: _Value | None
+    start: int  # where the copied memory begins in the storage, in elements
+
+    def fresh(self) -> Iterator[tuple[Buffer, Any]]:
+        """The buffers, with values that a replay may write to."""
+        if self.value is None:
+            yield from ((buffer, None) for buffer in self.buffers)
+            return
+        memory = self.value.tensor.clone()
+        if len(self.buffers) == 1:
+            yield self.buffers[0], memory
+            return
+        for buffer in self.buffers:
+            tensor = buffer.tensor
+            place = tensor.storage_offset() - self.start
+            yield buffer, memory.as_strided(tensor.size(), tensor.stride(), place)
 
 
 def copies(buffers: Sequence[Buffer]) -> list[Copy]:
@@ -34,14 +64,56 @@ def copies(buffers: Sequence[Buffer]) -> list[Copy]:
     if not buffers:
         return []
     with torch.no_grad():
-        return [
-            Copy(buffer, None, None)
-            if buffer.tensor is None
-            else Copy(
-                buffer, as_found(buffer.tensor, buffer.owner, buffer.key), buffer.tensor.clone()
-            )
-            for buffer in buffers
-        ]
+        return [_copy(together) for together in _by_memory(buffers)]
+
+
+def _by_memory(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, ...]]:
+    groups: dict[Any, list[Buffer]] = {}
+    for buffer in buffers:
+        memory = 0 if buffer.tensor is None else storage_of(buffer.tensor)
+        key = (memory, buffer.tensor.dtype) if memory else (id(buffer.owner), buffer.key)
+        groups.setdefault(key, []).append(buffer)
+    return (tuple(group) for group in groups.values())
+
+
+def _copy(together: tuple[Buffer, ...]) -> Copy:
+    first = together[0].tensor
+    if first is None:
+        return Copy(together, (), None, 0)
+    found = tuple(as_found(each.tensor, each.owner, each.key) for each in together)
+    if len(together) == 1:
+        return Copy(together, found, _shared(first), 0)
+    start = min(each.tensor.storage_offset() for each in together)
+    stop = max(_end(each.tensor) for each in together)
+    return Copy(together, found, _Value(_span(first, start, stop).clone()), start)
+
+
+def _end(tensor: Any) -> int:
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return int(tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in steps))
+
+
+def _span(tensor: Any, start: int, stop: int) -> Any:
+    return tensor.as_strided((stop - start,), (1,), start)
+
+
+_newest: dict[int, tuple[weakref.ref[Any], weakref.ref[_Value]]] = {}
+"""The newest copy of each small buffer, by its identity. Neither is kept alive by this."""
+
+
+def _shared(tensor: Any) -> _Value:
+    if not (_is_small(tensor) and _comparable(tensor)):
+        return _Value(tensor.clone())
+    known = _newest.get(id(tensor))
+    if known is not None and known[0]() is tensor:
+        value = known[1]()
+        if value is not None and _same_bits(tensor, value.tensor):
+            return value
+    value = _Value(tensor.clone())
+    if len(_newest) > 10_000:  # noqa: PLR2004 -- of buffers and copies long gone
+        _newest.clear()
+    _newest[id(tensor)] = (weakref.ref(tensor), weakref.ref(value))
+    return value
 
 
 def sorted_out(before: Sequence[Copy]) -> tuple[list[Copy], list[Parameter]]:
@@ -50,28 +122,52 @@ def sorted_out(before: Sequence[Copy]) -> tuple[list[Copy], list[Parameter]]:
     needed: list[Copy] = []
     untouched: list[Parameter] = []
     for copy in before:
-        if copy.found is None or copy.value.nbytes <= SMALL_BYTES or _changed(copy, copy.found):
+        if copy.value is None or _is_small(copy.value.tensor) or _changed(copy):
             needed.append(copy)
         else:
-            untouched.append(copy.found)
+            untouched.extend(copy.found)
     return needed, untouched
 
 
-def _changed(copy: Copy, found: Parameter) -> bool:
-    now = copy.buffer.owner.get(copy.buffer.key)
-    if now is not found.tensor or version_of(now) != found.version:
+def _changed(copy: Copy) -> bool:
+    if copy.value is None or any(
+        item.owner.get(item.key) is not item.tensor or version_of(item.tensor) != item.version
+        for item in copy.found
+    ):
         return True
-    return now.device.type == "cpu" and not _same_bits(now, copy.value)
+    first = copy.found[0].tensor
+    if first.device.type != "cpu":
+        return False
+    if not _comparable(first):
+        return True
+    if len(copy.found) > 1:
+        first = _span(first, copy.start, copy.start + copy.value.tensor.numel())
+    return not _same_bits(first, copy.value.tensor)
+
+
+def _is_small(tensor: Any) -> bool:
+    return not storage_of(tensor) or tensor.nbytes <= SMALL_BYTES
+
+
+def _comparable(tensor: Any) -> bool:
+    return bool(
+        storage_of(tensor)
+        and tensor.device.type == "cpu"
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def _same_bits(one: Any, other: Any) -> bool:
     # torch.equal takes -0.0 for 0.0, and no NaN for another: bits are what a replay reads.
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
     with torch.no_grad():
-        return one.layout is torch.strided and bool(torch.equal(_bits(one), _bits(other)))
+        one, other = one.detach().contiguous(), other.detach().contiguous()
+    return bool(_compared(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
 
 
-def _bits(tensor: Any) -> Any:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+_compared = ctypes.CDLL(None).memcmp
+_compared.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @contextmanager
@@ -82,19 +178,22 @@ def swapped_in(needed: Sequence[Copy], parameters: Sequence[Parameter]) -> Itera
     try:
         with torch.no_grad():
             for copy in needed:
-                fresh = None if copy.value is None else copy.value.clone()
-                _swap(copy.buffer.owner, copy.buffer.key, fresh, held)
+                for buffer, tensor in copy.fresh():
+                    _swap(buffer.owner, buffer.key, tensor, held)
         for item in parameters:
             if item.owner is not None and _was_replaced(item, item.owner.get(item.key)):
                 _swap(item.owner, item.key, item.tensor, held)
         yield
     finally:
         for owner, key, tensor in reversed(held):
-            owner[key] = tensor
+            if tensor is _ABSENT:
+                del owner[key]
+            else:
+                owner[key] = tensor
 
 
 def _swap(owner: Any, key: str, tensor: Any, held: list[tuple[Any, str, Any]]) -> None:
-    held.append((owner, key, owner.get(key)))
+    held.append((owner, key, owner.get(key, _ABSENT)))
     owner[key] = tensor
 
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.activation._regions.digests import digest
-from holdfast.activation._regions.reach import Parameter, storage_of, version_of
+from holdfast.activation._regions.found import UNWATCHED, Parameter, storage_of, version_of
 
 
 class Change(NamedTuple):
@@ -85,7 +85,7 @@ def _change(item: Parameter, epoch: int) -> str | None:
     tensor = item.tensor
     if steps.since(epoch, tensor):
         return "was changed by an optimizer's step"
-    if version_of(tensor) != item.version:
+    if item.version not in (UNWATCHED, version_of(tensor)):
         return "was changed in place"
     if item.storage and storage_of(tensor) not in (0, item.storage):
         return "was given other memory (.data = ...)"

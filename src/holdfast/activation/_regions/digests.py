@@ -8,7 +8,7 @@ import xxhash
 
 from holdfast.activation._storages import storages
 
-_LATE = 8  # tensors one operator saves, and more
+LATE = 8  # tensors; more than one operator saves
 
 
 def digest(tensor: Any) -> int:
@@ -40,7 +40,7 @@ class Digests:
 
     def add(self, index: int, tensor: Any, note: Any = None) -> None:
         self._waiting.append((index, tensor.detach(), note))
-        if len(self._waiting) > _LATE:
+        if len(self._waiting) > LATE:
             self._take()
 
     def all(self) -> dict[int, tuple[int, Any]]:

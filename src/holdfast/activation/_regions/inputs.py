@@ -1,12 +1,14 @@
 """The arguments of a region, kept until its replay. Knows containers and where tensors lie in
 them; does not know what the region does.
 
-Lists, tuples and dicts are rebuilt: a list the caller appends to meanwhile is, for the replay,
+Lists, tuples, dicts and their like are rebuilt: a list that grows meanwhile is, for the replay,
 as it was. Every tensor in them is saved as autograd saves its own: an enclosing region's hooks
 see it, and a change in place is noticed.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +23,10 @@ class Input:
 
     __slots__ = ("_digest", "_path", "_region", "_saved")
 
-    def __init__(self, tensor: Any, path: str, region: str, *, digested: bool) -> None:
+    def __init__(self, tensor: Any, path: str, region: str, known: int | None) -> None:
         self._path = path
         self._region = region
-        self._digest = digest(tensor) if digested else None
+        self._digest = known
         self._saved = _make_saved_tensor(tensor, is_output=False)
 
     def get(self) -> Any:
@@ -33,74 +35,106 @@ class Input:
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise self._changed("changed in place") from error
+            raise _changed(self._path, self._region, "changed in place") from error
         if self._digest is not None and digest(tensor) != self._digest:
-            raise self._changed("given other values")
+            raise _changed(self._path, self._region, "given other values")
         return tensor
-
-    def _changed(self, how: str) -> RecomputationError:
-        return RecomputationError(
-            f"{self._path} of region {self._region!r} was {how} after the region was called with "
-            "it, so the region cannot be replayed and its gradients would be wrong. Give the "
-            "region a clone, or change the tensor after backward().",
-            layer_id=self._region,
-        )
 
 
 class HeldInput:
     """One tensor among the arguments that a manager keeps elsewhere."""
 
-    __slots__ = ("_held", "_requires_grad")
+    __slots__ = ("_digest", "_held", "_path", "_region", "_requires_grad")
 
-    def __init__(self, held: Any, requires_grad: bool) -> None:
+    def __init__(self, held: Any, tensor: Any, path: str, region: str, known: int | None) -> None:
         self._held = held
-        self._requires_grad = requires_grad
+        self._requires_grad = tensor.requires_grad
+        self._path = path
+        self._region = region
+        self._digest = known
 
     def get(self) -> Any:
-        return self._held.get().detach().requires_grad_(self._requires_grad)
+        tensor = self._held.get()
+        if self._digest is not None and digest(tensor) != self._digest:
+            raise _changed(self._path, self._region, "given other values")
+        return tensor.detach().requires_grad_(self._requires_grad)
+
+
+def _changed(path: str, region: str, how: str) -> RecomputationError:
+    return RecomputationError(
+        f"{path} of region {region!r} was {how} after the region was called with it, so the region "
+        "cannot be replayed and its gradients would be wrong. Give the region a clone, or change "
+        "the tensor after backward().",
+        layer_id=region,
+    )
 
 
 Keeper = Callable[[Any, str], Input | HeldInput]
 
 
-def kept(tree: Any, keep: Keeper, path: str) -> Any:
-    """``tree`` with each tensor replaced by what ``keep(tensor, path)`` gives."""
+def kept(tree: Any, keep: Keeper, path: str, memo: dict[int, Any]) -> Any:
+    """``tree`` with each tensor replaced by what ``keep(tensor, path)`` gives. What stands in it
+    twice stands in the result twice; ``memo`` has what was met before, by its identity."""
+    if id(tree) in memo:
+        return memo[id(tree)]
     if isinstance(tree, torch.Tensor):
-        return keep(tree, path)
-    kind = tree.__class__
-    if kind is tuple or kind is list:
-        return kind([kept(item, keep, f"{path}[{i}]") for i, item in enumerate(tree)])
-    if kind is dict:
-        return {key: kept(item, keep, f"{path}[{key!r}]") for key, item in tree.items()}
-    if isinstance(tree, tuple) and hasattr(kind, "_fields"):
-        return kind._make(
-            kept(item, keep, f"{path}.{name}")
-            for name, item in zip(kind._fields, tree, strict=True)
-        )
+        memo[id(tree)] = found = keep(tree, path)
+        return found
+    if tree.__class__ in _NEVER:
+        return tree
+    return _rebuilt(tree, lambda item, where: kept(item, keep, f"{path}{where}", memo), memo)
+
+
+def given(tree: Any, memo: dict[int, Any]) -> Any:
+    """What ``kept`` was given, in containers of its own."""
+    if id(tree) in memo:
+        return memo[id(tree)]
+    if tree.__class__ is Input or tree.__class__ is HeldInput:
+        memo[id(tree)] = found = tree.get()
+        return found
+    if tree.__class__ in _NEVER:
+        return tree
+    return _rebuilt(tree, lambda item, _: given(item, memo), memo)
+
+
+_NEVER = (int, float, bool, str, bytes, type(None))
+
+
+def _rebuilt(tree: Any, of: Callable[[Any, str], Any], memo: dict[int, Any]) -> Any:
+    """A container like ``tree``, of its own class, with ``of(item, where)`` for each item; anything
+    else as it is."""
+    if isinstance(tree, list | deque):
+        memo[id(tree)] = result = copy.copy(tree)
+        for index, item in enumerate(tree):
+            result[index] = of(item, f"[{index}]")
+        return result
+    if isinstance(tree, dict):
+        memo[id(tree)] = named = copy.copy(tree)
+        for key, item in tree.items():
+            named[key] = of(item, f"[{key!r}]")
+        return named
+    if isinstance(tree, tuple):
+        return _tuple_like(tree, [of(item, f"[{index}]") for index, item in enumerate(tree)])
     return tree
 
 
-def given(tree: Any) -> Any:
-    """What ``kept`` was given."""
+def _tuple_like(tree: Any, items: list[Any]) -> Any:
     kind = tree.__class__
-    if kind is Input or kind is HeldInput:
-        return tree.get()
-    if kind is tuple or kind is list:
-        return kind([given(item) for item in tree])
-    if kind is dict:
-        return {key: given(item) for key, item in tree.items()}
-    if isinstance(tree, tuple) and hasattr(kind, "_fields"):
-        return kind._make(given(item) for item in tree)
-    return tree
+    if hasattr(kind, "_make"):  # a named tuple, whose constructor may be another
+        return kind._make(items)
+    return kind(items)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """Everything in the containers of ``tree`` that is no container."""
-    if isinstance(tree, tuple | list):
-        for item in tree:
-            yield from leaves(item)
-    elif tree.__class__ is dict:
-        for item in tree.values():
-            yield from leaves(item)
-    else:
-        yield tree
+def leaves(tree: Any) -> list[Any]:
+    """Everything in the containers of ``tree`` that is no container, each once."""
+    found: dict[int, Any] = {}
+    met: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        item = waiting.pop()
+        if not isinstance(item, list | tuple | dict | deque):
+            found[id(item)] = item
+        elif id(item) not in met:
+            met.add(id(item))
+            waiting.extend(item.values() if isinstance(item, dict) else item)
+    return list(found.values())

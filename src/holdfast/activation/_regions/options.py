@@ -41,6 +41,8 @@ class RegionOptions:
                 )
         for generator in self.generators:
             stream_of(generator)
+        if self.generators and not self.preserve_rng_state:
+            raise ValueError("generators are not replayed with preserve_rng_state=False")
         if self.keep is not None and not callable(self.keep):
             raise ValueError(f"keep must be a function of a tensor, not {self.keep!r}")
         if self.name is not None:

@@ -10,8 +10,10 @@ import contextlib
 import functools
 import threading
 import time
+import types
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,15 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from holdfast.activation._keeping.manager import CheckpointManager
+from holdfast.activation._regions.bindings import bindings
 from holdfast.activation._regions.buffers import copies, sorted_out
 from holdfast.activation._regions.changes import digests, steps
-from holdfast.activation._regions.digests import Digests, digest
+from holdfast.activation._regions.digests import LATE, Digests, digest
+from holdfast.activation._regions.found import Parameter, as_found, storage_of
 from holdfast.activation._regions.inputs import HeldInput, Input, kept, leaves
 from holdfast.activation._regions.options import RegionOptions
 from holdfast.activation._regions.place import stack_level
-from holdfast.activation._regions.reach import Parameter, as_found, reach, storage_of
+from holdfast.activation._regions.reach import reach
 from holdfast.activation._regions.replay import Replay
 from holdfast.activation._regions.saved import Alias, Saved, unpack
 from holdfast.activation._regions.streams import Stream, advanced, default_streams, marks, stream_of
@@ -64,13 +68,15 @@ class Region:
         self.described: list[tuple[Any, Any, Any]] = []  # shape, dtype, device of each
         self.digests = Digests() if options.determinism_check == "values" else None
         self._dropped_bytes = 0
+        self._holding: deque[tuple[Saved, Any, int]] = deque()
         self.forward_ms = 0.0
         self.finished = False
 
-        given = [*leaves(args), *leaves(kwargs)]
+        given = leaves((args, kwargs))
         self._tensors = [item for item in given if isinstance(item, torch.Tensor)]
         self.reached = reach(fn, given, options.modules)
         self.reached.label = options.name
+        self.bindings = bindings(fn)
         self.epoch = steps.care(id(self))
         self.watched = digests(self.reached.parameters) if options.check == "digest" else {}
         self.buffers = copies(self.reached.buffers)
@@ -82,7 +88,11 @@ class Region:
             self.streams += map(stream_of, options.generators)
         self.marks = marks(self.streams)
         # Last, for here an enclosing region's replay may stop: these tensors may be all it needs.
-        self.arguments = (kept(args, self._keep, "args"), kept(kwargs, self._keep, "kwargs"))
+        memo: dict[int, Any] = {}
+        self.arguments = (
+            kept(args, self._keep, "args", memo),
+            kept(kwargs, self._keep, "kwargs", memo),
+        )
 
     def __del__(self) -> None:
         steps.forget(id(self))
@@ -98,10 +108,14 @@ class Region:
                 f"the forward context of context_fn suppressed an exception raised in region "
                 f"{self.name!r}, which has no result then"
             )
+        while self._holding:
+            self._hold(*self._holding.popleft())
         self.forward_ms = (time.perf_counter_ns() - began) / 1e6
         self.reached.renew_own_doing()
         self.marks = advanced(self.marks)
         self.buffers, self.untouched = sorted_out(self.buffers)
+        if self.options.check == "digest":
+            self.watched |= digests([*map(as_found, self.reached.renormed), *self.untouched])
         if self.digests is not None:
             self.digests.all()
         self.finished = True
@@ -124,12 +138,12 @@ class Region:
 
     def _retrieve(self, saved: Saved) -> Any:
         if saved.held is not None:
+            saved.require_unchanged()
             return saved.held.get()
         with self._lock:
             value = saved.take()
             if value is None:
-                self._replay()
-                value = saved.take()
+                value = self._replay(saved)
             if value is None:
                 raise RecomputationError(
                     f"region {self.name!r} was replayed, but a tensor its forward saved was not "
@@ -138,15 +152,15 @@ class Region:
                 )
             return value
 
-    def _replay(self) -> None:
-        replay = Replay(self)
+    def _replay(self, asked: Saved) -> Any:
+        replay = Replay(self, asked)
         try:
             self._manager.engine.run(self.name, replay.run)
         except RecomputationError:
             if replay.error is None:
                 raise
         else:
-            return
+            return replay.answer.take()
         # What was raised comes through as itself, as it would from a plain call: a loop that
         # catches OutOfMemoryError must still catch it here.
         error, replay.error = replay.error, None
@@ -158,18 +172,20 @@ class Region:
             del error  # with its traceback it would hold this frame, and the region, in a cycle
 
     def _keep(self, tensor: Any, path: str) -> Input | HeldInput:
+        known = digest(tensor) if self.options.check == "digest" else None
         if self._manager.moves and not tensor.is_leaf and not _within_hooks():
-            return HeldInput(self._manager.hold(tensor, self.name), tensor.requires_grad)
-        return Input(tensor, path, self.name, digested=self.options.check == "digest")
+            return HeldInput(self._manager.hold(tensor, self.name), tensor, path, self.name, known)
+        return Input(tensor, path, self.name, known)
 
     def _packer(self) -> Callable[[Any], Saved]:
         manager = self._manager
         saved, described = self.saved, self.described
         keep, digests = self.options.keep, self.digests
-        known = {id(item.tensor) for item in self.reached.parameters}
-        known.update(map(id, self._tensors))
+        known = {id(item.tensor): item for item in self.reached.parameters}
         account = _Account(self.reached.parameters, self._tensors)
         self._tensors = []
+        # What moves is held a little late: an operator may save noise and draw it then.
+        holding, late = self._holding, (LATE if manager.moves else 0)
 
         # Autograd keeps this function as long as the graph: it must not hold a tensor.
         def pack(tensor: Any) -> Saved:
@@ -182,18 +198,23 @@ class Region:
             owner = tensor if base is None else base
             is_parameter = owner.__class__ is torch.nn.Parameter
             if is_parameter and id(owner) not in known:
-                known.add(id(owner))
-                self._unknown(owner)
+                known[id(owner)] = self._unknown(owner)
             if keep is not None and is_parameter:
                 # It lives anyway, and must not force a replay of what is kept.
-                handle.held = Alias(tensor, self.name)
+                handle.held = Alias(tensor, known[id(owner)], self)
             elif keep is not None and self._is_kept(keep, tensor):
-                handle.held = manager.hold(tensor, self.name)
+                holding.append((handle, tensor, tensor._version))  # noqa: SLF001
+                if len(holding) > late:
+                    self._hold(*holding.popleft())
             elif not is_parameter:
                 self._dropped_bytes += account.new_bytes(tensor)
             return handle
 
         return pack
+
+    def _hold(self, saved: Saved, tensor: Any, version: int) -> None:
+        saved.held = self._manager.hold(tensor, self.name)
+        saved.changed = tensor._version != version  # noqa: SLF001
 
     def _is_kept(self, keep: Callable[[Any], bool], tensor: Any) -> bool:
         try:
@@ -202,13 +223,15 @@ class Region:
             error.add_note(f"raised by keep, for region {self.name!r} of holdfast.checkpoint")
             raise
 
-    def _unknown(self, leaf: Any) -> None:
+    def _unknown(self, leaf: Any) -> Parameter:
         """A parameter the region uses and no module found has: watched from now on."""
-        self.reached.parameters.append(as_found(leaf))
+        item = as_found(leaf)
+        self.reached.parameters.append(item)
         if self.options.check == "digest":
             self.watched[id(leaf)] = digest(leaf)
         if self.reached.name_of(leaf) is None:  # a lazy module's is known now
             _warn_once(self.name, tuple(leaf.shape))
+        return item
 
 
 class _Account:
@@ -251,8 +274,9 @@ def name_of(fn: Any) -> str:
             if name in {"forward", "__call__", "_call_impl", "_wrapped_call_impl"}
             else f"{kind}.{name}"
         )
-    name = getattr(fn, "__qualname__", None) or type(fn).__name__
-    return str(name)
+    if isinstance(fn, types.FunctionType | types.MethodType):
+        return fn.__qualname__
+    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 @functools.lru_cache(maxsize=1024)

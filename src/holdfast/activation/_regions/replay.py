@@ -6,24 +6,25 @@ is named together with the module and the line that did.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from holdfast.activation._regions.bindings import bound
 from holdfast.activation._regions.buffers import swapped_in
 from holdfast.activation._regions.changes import Change, Touched, changes
 from holdfast.activation._regions.digests import Digests, digest
 from holdfast.activation._regions.inputs import given
 from holdfast.activation._regions.place import Place, here
+from holdfast.activation._regions.saved import Saved
 from holdfast.activation._regions.streams import rewound
 from holdfast.activation._surroundings import restored
 from holdfast.errors import RecomputationError
 
 if TYPE_CHECKING:
     from holdfast.activation._regions.region import Region
-    from holdfast.activation._regions.saved import Saved
 
 
 class _EnoughError(BaseException):
@@ -34,8 +35,10 @@ class _EnoughError(BaseException):
 class Replay:
     """One replay. ``run`` may be called once; the region's lock is held over it."""
 
-    def __init__(self, region: "Region") -> None:
+    def __init__(self, region: "Region", asked: Saved) -> None:
         self._region = region
+        self._asked = asked
+        self.answer = Saved(region)  # apart: from the handle another backward could take it
         self._targets: list[Saved | None] = [reference() for reference in region.saved]
         wanted = (
             index
@@ -67,13 +70,14 @@ class Replay:
 
     def _run(self) -> int:
         region = self._region
-        args, kwargs = given(region.arguments)
+        args, kwargs = given(region.arguments, {})
         changed = self._changed()
         touched = Touched(changed) if changed else None
         try:
             with (
                 restored(region.surroundings),
-                _modes(region.reached.modes),
+                bound(region.bindings),
+                region.reached.restored(),
                 swapped_in(region.buffers, [*region.reached.parameters, *region.untouched]),
                 rewound(region.streams, region.marks),
                 touched or contextlib.nullcontext(),
@@ -85,9 +89,14 @@ class Replay:
         except _EnoughError as stop:
             if stop is not self._enough:
                 raise
-        except Exception:
+        except Exception as error:
             # TorchScript, and code that catches everything, turn our exception into theirs.
             if not self._stopped:
+                if touched is not None and touched.used:
+                    told = self._difference(touched.used)
+                    raise RecomputationError(told, layer_id=region.name) from error
+                for change in changed:
+                    error.add_note(f"before that, {self._name_of(change.tensor)} {change.what}")
                 raise
         finally:
             # Its traceback holds every tensor of the replay's frames.
@@ -104,27 +113,32 @@ class Replay:
 
     def _packer(self) -> Callable[[Any], Any]:
         region, targets = self._region, self._targets
-        expected, drawing = len(region.described), bool(region.marks)
+        expected = len(region.described)
         last = self._last if region.options.early_stop else -1
+        made = -_AT_ONCE  # the newest tensor that belongs to no parameter and has no history
 
         def pack(tensor: Any) -> Any:
+            nonlocal made
             index = self._count
             self._count = index + 1
             if 0 <= last < index:
                 self._stop()
             if index >= expected:
                 return self._beyond(tensor)
-            # Random noise may be saved first and drawn then (RReLU): one more operator.
-            ends_here = index == last and (tensor.requires_grad or not drawing)
             # Not the parameter itself: ZeRO empties that again before backward uses it.
             if tensor.requires_grad or tensor.__class__ is torch.nn.Parameter:
                 tensor = tensor.detach()
+            else:
+                made = index
             target = targets[index]
             if target is not None and target.held is None:
                 self._compare(index, tensor)
-                if target.value is None:
+                if target is self._asked:
+                    self.answer.put(tensor)
+                elif target.value is None:
                     target.put(tensor)
-            if ends_here:
+            # An operator may save what it fills then, as RReLU its noise: let it run.
+            if index == last and index - made >= _AT_ONCE:
                 self._stop()
             return tensor
 
@@ -171,16 +185,12 @@ class Replay:
         found = [
             *changes(region.reached.parameters, region.epoch),
             *changes(region.untouched, region.epoch),
-            *(
-                Change(item.tensor, "came with a module that took another's place")
-                for item in region.reached.newcomers()
-            ),
         ]
         if region.watched:
             known = {id(change.tensor) for change in found}
             found += [
                 Change(item.tensor, "has other values (by digest)")
-                for item in region.reached.parameters
+                for item in (*region.reached.parameters, *region.untouched)
                 if id(item.tensor) not in known
                 and digest(item.tensor) != region.watched[id(item.tensor)]
             ]
@@ -191,10 +201,7 @@ class Replay:
         region = self._region
         name = f"region {region.name!r}"
         if used:
-            told = "; ".join(
-                f"{region.reached.name_of(change.tensor) or _shape(change.tensor)} {change.what}"
-                for change in used
-            )
+            told = "; ".join(f"{self._name_of(change.tensor)} {change.what}" for change in used)
             return (
                 f"{name} cannot be replayed as its forward ran. Between forward and backward: "
                 f"{told}. The gradients would be wrong. Call backward() first."
@@ -222,6 +229,9 @@ class Replay:
         log = "" if region.log is None else region.log.told()
         return f"{name} does not do the same thing twice. {text}\n{_TIP}{log}"
 
+    def _name_of(self, tensor: Any) -> str:
+        return self._region.reached.name_of(tensor) or _shape(tensor)
+
     def _expected(self) -> int:
         """How many tensors the replay had to save at least."""
         region = self._region
@@ -230,6 +240,7 @@ class Replay:
         return self._last + 1 if region.options.early_stop else len(region.described)
 
 
+_AT_ONCE = 3  # tensors an operator saves before it runs, at most
 _OTHER_VALUES = "the same, with other values"
 _MOST_TOLD = 3  # the first is the cause, the rest follow from it
 _TIP = (
@@ -242,19 +253,6 @@ _TIP = (
 
 def _itself(tensor: Any) -> Any:
     return tensor
-
-
-@contextlib.contextmanager
-def _modes(modes: list[tuple[Any, bool]]) -> Iterator[None]:
-    """Within, each module trains or evaluates as it did in the forward."""
-    flipped = [(module, module.training) for module, then in modes if module.training != then]
-    try:
-        for module, now in flipped:
-            module.training = not now
-        yield
-    finally:
-        for module, now in flipped:
-            module.training = now
 
 
 def _told(description: tuple[Any, Any, Any]) -> str:

@@ -70,7 +70,9 @@ class PythonStream:
 
     def __init__(self, source: random.Random | None = None) -> None:
         self._source: Any = random._inst if source is None else source  # noqa: SLF001
-        self._address = id(self._source) + _HEADER_BYTES if _python_memory_is_known() else 0
+        plain = type(self._source) is random.Random  # a subclass may have a state of its own
+        known = plain and _python_memory_is_known()
+        self._address = id(self._source) + _HEADER_BYTES if known else 0
 
     def read(self) -> Any:
         if self._address:
