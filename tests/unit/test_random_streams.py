@@ -48,7 +48,7 @@ def test_what_was_drawn_is_drawn_again_and_the_streams_stand_where_they_did(odd)
     with rewound(streams, before):
         assert draws() == drawn
         draws()
-    assert marks(streams) == after
+    assert advanced(after) == []
 
 
 def test_the_second_number_of_a_pair_counts_as_drawn():
@@ -65,7 +65,7 @@ def test_the_second_number_of_a_pair_counts_as_drawn():
 def test_a_stream_nobody_drew_from_has_not_advanced():
     before = marks(default_streams(()))
     torch.rand(1)
-    assert advanced(before) == before[:1]
+    assert [mark.stream for mark in advanced(before)] == [before[0].stream]
 
 
 def generators():
@@ -83,7 +83,7 @@ def test_a_named_generator_is_rewound(generator, draw):
     before = marks([stream])
     assert advanced(before) == []
     drawn = draw(generator)
-    assert advanced(before) == before
+    assert len(advanced(before)) == 1
     with rewound([stream], before):
         assert draw(generator) == drawn
     assert draw(generator) != drawn
@@ -101,7 +101,7 @@ def test_the_streams_come_back_when_the_block_raises():
     with pytest.raises(KeyError), rewound(streams, before):
         draws()
         raise KeyError
-    assert marks(streams) == before
+    assert advanced(before) == []
 
 
 def test_where_memory_cannot_be_read_the_slow_way_gives_the_same():

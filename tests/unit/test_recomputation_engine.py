@@ -627,13 +627,13 @@ def test_the_end_of_an_object_may_unsubscribe_at_any_point():
             weakref.finalize(self, subscribers.add(seen.append)).atexit = False
 
     def work():
-        for _ in range(500):
+        for i in range(500):
+            gc.set_threshold(1 + i % 40)  # so that the collector comes at every point in turn
             Watcher()
             subscribers.add(seen.append)()
             subscribers.tell(ActivationEvent(kind="recomputed", layer_id="a"))
 
     threshold = gc.get_threshold()
-    gc.set_threshold(1)
     try:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()

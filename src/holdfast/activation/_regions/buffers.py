@@ -12,7 +12,6 @@ would wait for the device; there a large buffer's copy is kept only if its versi
 and copies are not shared.
 """
 
-import ctypes
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.activation._regions.found import Buffer, Parameter, as_found, storage_of, version_of
+from holdfast.activation._regions.found import (
+    Buffer,
+    Parameter,
+    as_found,
+    same_memory,
+    storage_of,
+    version_of,
+)
 
 SMALL_BYTES = 64 * 1024
 
@@ -163,11 +169,7 @@ def _same_bits(one: Any, other: Any) -> bool:
         return False
     with torch.no_grad():
         one, other = one.detach().contiguous(), other.detach().contiguous()
-    return bool(_compared(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
-
-
-_compared = ctypes.CDLL(None).memcmp
-_compared.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return same_memory(one, other)
 
 
 @contextmanager

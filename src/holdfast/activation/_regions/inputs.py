@@ -23,7 +23,7 @@ class Input:
 
     __slots__ = ("_digest", "_path", "_region", "_saved")
 
-    def __init__(self, tensor: Any, path: str, region: str, known: int | None) -> None:
+    def __init__(self, tensor: Any, path: "Path", region: str, known: int | None) -> None:
         self._path = path
         self._region = region
         self._digest = known
@@ -46,7 +46,9 @@ class HeldInput:
 
     __slots__ = ("_digest", "_held", "_path", "_region", "_requires_grad")
 
-    def __init__(self, held: Any, tensor: Any, path: str, region: str, known: int | None) -> None:
+    def __init__(
+        self, held: Any, tensor: Any, path: "Path", region: str, known: int | None
+    ) -> None:
         self._held = held
         self._requires_grad = tensor.requires_grad
         self._path = path
@@ -60,19 +62,22 @@ class HeldInput:
         return tensor.detach().requires_grad_(self._requires_grad)
 
 
-def _changed(path: str, region: str, how: str) -> RecomputationError:
+def _changed(path: "Path", region: str, how: str) -> RecomputationError:
+    first, *keys = path
+    where = f"{first}{''.join(f'[{key!r}]' for key in keys)}"
     return RecomputationError(
-        f"{path} of region {region!r} was {how} after the region was called with it, so the region "
-        "cannot be replayed and its gradients would be wrong. Give the region a clone, or change "
-        "the tensor after backward().",
+        f"{where} of region {region!r} was {how} after the region was called with it, so the "
+        "region cannot be replayed and its gradients would be wrong. Give the region a clone, or "
+        "change the tensor after backward().",
         layer_id=region,
     )
 
 
-Keeper = Callable[[Any, str], Input | HeldInput]
+Path = tuple[object, ...]  # args or kwargs, and the keys from there on
+Keeper = Callable[[Any, Path], Input | HeldInput]
 
 
-def kept(tree: Any, keep: Keeper, path: str, memo: dict[int, Any]) -> Any:
+def kept(tree: Any, keep: Keeper, path: Path, memo: dict[int, Any]) -> Any:
     """``tree`` with each tensor replaced by what ``keep(tensor, path)`` gives. What stands in it
     twice stands in the result twice; ``memo`` has what was met before, by its identity."""
     if id(tree) in memo:
@@ -80,49 +85,40 @@ def kept(tree: Any, keep: Keeper, path: str, memo: dict[int, Any]) -> Any:
     if isinstance(tree, torch.Tensor):
         memo[id(tree)] = found = keep(tree, path)
         return found
-    if tree.__class__ in _NEVER:
+    if not isinstance(tree, _CONTAINERS):
         return tree
-    return _rebuilt(tree, lambda item, where: kept(item, keep, f"{path}{where}", memo), memo)
+    return _rebuilt(tree, lambda item, key: kept(item, keep, (*path, key), memo), memo)
 
 
 def given(tree: Any, memo: dict[int, Any]) -> Any:
-    """What ``kept`` was given, in containers of its own."""
+    """What ``kept`` was given, in containers of its own; ``memo`` has what the inputs in it stand
+    for, by their identity."""
     if id(tree) in memo:
         return memo[id(tree)]
-    if tree.__class__ is Input or tree.__class__ is HeldInput:
-        memo[id(tree)] = found = tree.get()
-        return found
-    if tree.__class__ in _NEVER:
+    if not isinstance(tree, _CONTAINERS):
         return tree
     return _rebuilt(tree, lambda item, _: given(item, memo), memo)
 
 
-_NEVER = (int, float, bool, str, bytes, type(None))
+_CONTAINERS = (tuple, list, dict, deque)
 
 
-def _rebuilt(tree: Any, of: Callable[[Any, str], Any], memo: dict[int, Any]) -> Any:
-    """A container like ``tree``, of its own class, with ``of(item, where)`` for each item; anything
-    else as it is."""
-    if isinstance(tree, list | deque):
-        memo[id(tree)] = result = copy.copy(tree)
-        for index, item in enumerate(tree):
-            result[index] = of(item, f"[{index}]")
-        return result
-    if isinstance(tree, dict):
-        memo[id(tree)] = named = copy.copy(tree)
-        for key, item in tree.items():
-            named[key] = of(item, f"[{key!r}]")
-        return named
+def _rebuilt(tree: Any, of: Callable[[Any, object], Any], memo: dict[int, Any]) -> Any:
+    """A container like ``tree``, of its own class, with ``of(item, key)`` for each item."""
     if isinstance(tree, tuple):
-        return _tuple_like(tree, [of(item, f"[{index}]") for index, item in enumerate(tree)])
-    return tree
+        items = [of(item, index) for index, item in enumerate(tree)]
+        return tuple(items) if tree.__class__ is tuple else _tuple_like(tree, items)
+    # Remembered before it is filled: it may hold itself.
+    memo[id(tree)] = result = copy.copy(tree)
+    for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        result[key] = of(item, key)
+    return result
 
 
 def _tuple_like(tree: Any, items: list[Any]) -> Any:
     kind = tree.__class__
-    if hasattr(kind, "_make"):  # a named tuple, whose constructor may be another
-        return kind._make(items)
-    return kind(items)
+    # The constructor of a named tuple may be another.
+    return kind._make(items) if hasattr(kind, "_make") else kind(items)
 
 
 def leaves(tree: Any) -> list[Any]:

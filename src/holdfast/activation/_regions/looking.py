@@ -48,16 +48,12 @@ def seen(fn: Any, arguments: Iterable[Any], modules: Iterable[Any]) -> Iterator[
             waiting.extend(_seen_by(item))
 
 
-def modules_in(attributes: dict[str, Any]) -> Iterator[Any]:
-    """Modules in plain lists and dicts among a module's attributes, which torch does not know."""
+def modules_in(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Modules in plain lists among a module's attributes, which torch does not know, with the
+    name of the list."""
     for key, value in tuple(attributes.items()):
-        if value.__class__ in _CONTAINERS and value and not key.startswith("_"):
-            inside = value.values() if isinstance(value, dict) else value
-            if len(inside) <= _MOST_IN_A_CONTAINER or isinstance(next(iter(inside)), Module):
-                yield from (item for item in tuple(inside) if isinstance(item, Module))
-
-
-_CONTAINERS = (list, tuple, dict)
+        if isinstance(value, list | tuple) and len(value) <= _MOST_IN_A_CONTAINER:
+            yield from ((key, item) for item in tuple(value) if isinstance(item, Module))
 
 
 def _seen_by(item: Any) -> Iterable[Any]:

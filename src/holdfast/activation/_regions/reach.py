@@ -2,6 +2,7 @@
 modules and what is in them; ``looking`` knows how they are found.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -34,6 +35,15 @@ class Mode(NamedTuple):
     module: Any
     training: bool
     children: tuple[tuple[str, Any], ...]
+
+
+_mode = functools.partial(tuple.__new__, Mode)  # half the time of Mode()
+
+
+@functools.cache
+def _is_torchs(kind: Any) -> bool:
+    """Whether a module is of a class whose attributes hide nothing."""
+    return kind.__module__.startswith("torch.nn.modules.")
 
 
 def _children(module: Any) -> tuple[tuple[str, Any], ...]:
@@ -107,6 +117,7 @@ class Reach:
 
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_TELLING = frozenset({torch.Tensor, list, tuple})  # what attributes may hide tensors or modules
 
 
 def is_lazy(tensor: Any) -> bool:
@@ -142,18 +153,17 @@ def reach(fn: Any, arguments: Iterable[Any], modules: Iterable[Any]) -> Reach:
 
 def _walk(module: Any, found: Reach, walked: set[int], tensors: set[int]) -> None:
     walked.add(id(module))
-    found.modes.append(Mode(module, module.training, _children(module)))
+    found.modes.append(_mode((module, module.training, _children(module))))
     if module._parameters:  # noqa: SLF001
         _watch(_writable(module._parameters, module), found, tensors)  # noqa: SLF001
         if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
             found.renormed.append(module.weight)
-    attributes = module.__dict__
-    for key, value in tuple(attributes.items()):
-        # A tensor that is no buffer, though it should be one. Not one with a history: that would
-        # hold the graph.
-        if value.__class__ is torch.Tensor and value.grad_fn is None and id(value) not in tensors:
-            tensors.add(id(value))
-            found.attributes.append(as_found(value, attributes, key))
+    children = found.modes[-1].children
+    if not _is_torchs(type(module)):
+        attributes = module.__dict__
+        if not _TELLING.isdisjoint(map(type, tuple(attributes.values()))):
+            _watch_attributes(attributes, found, tensors)
+            children = (*children, *modules_in(attributes))
     if module._buffers:  # noqa: SLF001
         owner = _writable(module._buffers, module)  # noqa: SLF001
         found.buffers.extend(
@@ -161,9 +171,18 @@ def _walk(module: Any, found: Reach, walked: set[int], tensors: set[int]) -> Non
             for key, tensor in tuple(owner.items())
             if not is_lazy(tensor)
         )
-    for child in (*(child for _, child in found.modes[-1].children), *modules_in(attributes)):
+    for _, child in children:
         if child is not None and id(child) not in walked:
             _walk(child, found, walked, tensors)
+
+
+def _watch_attributes(attributes: dict[str, Any], found: Reach, tensors: set[int]) -> None:
+    """Tensors that are no buffers, though they should be. Not those with a history: they would hold
+    the graph."""
+    for key, value in tuple(attributes.items()):
+        if value.__class__ is torch.Tensor and value.grad_fn is None and id(value) not in tensors:
+            tensors.add(id(value))
+            found.attributes.append(as_found(value, attributes, key))
 
 
 def _watch(owner: Any, found: Reach, tensors: set[int]) -> None:

@@ -26,7 +26,7 @@ from holdfast.activation._regions.buffers import copies, sorted_out
 from holdfast.activation._regions.changes import digests, steps
 from holdfast.activation._regions.digests import LATE, Digests, digest
 from holdfast.activation._regions.found import Parameter, as_found, storage_of
-from holdfast.activation._regions.inputs import HeldInput, Input, kept, leaves
+from holdfast.activation._regions.inputs import HeldInput, Input, Path, kept, leaves
 from holdfast.activation._regions.options import RegionOptions
 from holdfast.activation._regions.place import stack_level
 from holdfast.activation._regions.reach import reach
@@ -88,10 +88,11 @@ class Region:
             self.streams += map(stream_of, options.generators)
         self.marks = marks(self.streams)
         # Last, for here an enclosing region's replay may stop: these tensors may be all it needs.
+        self.inputs: list[Input | HeldInput] = []
         memo: dict[int, Any] = {}
         self.arguments = (
-            kept(args, self._keep, "args", memo),
-            kept(kwargs, self._keep, "kwargs", memo),
+            kept(args, self._keep, ("args",), memo),
+            kept(kwargs, self._keep, ("kwargs",), memo),
         )
 
     def __del__(self) -> None:
@@ -171,11 +172,16 @@ class Region:
         finally:
             del error  # with its traceback it would hold this frame, and the region, in a cycle
 
-    def _keep(self, tensor: Any, path: str) -> Input | HeldInput:
+    def _keep(self, tensor: Any, path: Path) -> Input | HeldInput:
         known = digest(tensor) if self.options.check == "digest" else None
+        kept_as: Input | HeldInput
         if self._manager.moves and not tensor.is_leaf and not _within_hooks():
-            return HeldInput(self._manager.hold(tensor, self.name), tensor, path, self.name, known)
-        return Input(tensor, path, self.name, known)
+            held = self._manager.hold(tensor, self.name)
+            kept_as = HeldInput(held, tensor, path, self.name, known)
+        else:
+            kept_as = Input(tensor, path, self.name, known)
+        self.inputs.append(kept_as)
+        return kept_as
 
     def _packer(self) -> Callable[[Any], Saved]:
         manager = self._manager
@@ -244,12 +250,12 @@ class _Account:
         self._counted: dict[int, Any] = {}
 
     def new_bytes(self, tensor: Any) -> int:
-        key = storage_of(tensor)
-        if not key:
+        if tensor.__class__ is not torch.Tensor or tensor.layout is not torch.strided:
             return sum(storage.nbytes() for storage in storages(tensor))
+        storage = tensor.untyped_storage()
+        key = storage._cdata  # noqa: SLF001
         if key in self._living:
             return 0
-        storage = tensor.untyped_storage()
         counted = self._counted.get(key)
         if counted is not None and counted() is storage:
             return 0

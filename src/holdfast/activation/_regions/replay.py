@@ -70,7 +70,8 @@ class Replay:
 
     def _run(self) -> int:
         region = self._region
-        args, kwargs = given(region.arguments, {})
+        # One by one, not on the way through the containers: nested regions would get deep.
+        args, kwargs = given(region.arguments, {id(each): each.get() for each in region.inputs})
         changed = self._changed()
         touched = Touched(changed) if changed else None
         try:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from holdfast.activation._regions.found import same_memory
+
 _HEADER_BYTES = object.__basicsize__
 _PYTHON_STATE = struct.Struct("i624I")
 _NUMPY_STATE = struct.Struct("624Ii")
@@ -24,11 +26,13 @@ _NUMPY_GAUSS = struct.Struct("=i4xd")  # whether there is one, and it
 
 
 class Stream(Protocol):
-    """A source of randomness whose state can be read, compared with ``==`` and written."""
+    """A source of randomness whose state can be read, written, and compared with what it is now."""
 
     def read(self) -> Any: ...
 
     def write(self, state: Any) -> None: ...
+
+    def has_left(self, state: Any) -> bool: ...
 
 
 class Mark(NamedTuple):
@@ -42,12 +46,14 @@ class TorchStream:
     def __init__(self, generator: Any) -> None:
         self._generator = generator
 
-    def read(self) -> bytes:
-        state: bytes = self._generator.get_state().numpy().tobytes()
-        return state
+    def read(self) -> Any:
+        return self._generator.get_state()
 
-    def write(self, state: bytes) -> None:
-        self._generator.set_state(_as_tensor(state))
+    def write(self, state: Any) -> None:
+        self._generator.set_state(state)
+
+    def has_left(self, state: Any) -> bool:
+        return not same_memory(self._generator.get_state(), state)
 
 
 class DeviceStream:
@@ -57,12 +63,14 @@ class DeviceStream:
         self._device = device
         self._module = torch.get_device_module(device)
 
-    def read(self) -> bytes:
-        state: bytes = self._module.get_rng_state(self._device).cpu().numpy().tobytes()
-        return state
+    def read(self) -> Any:
+        return self._module.get_rng_state(self._device).cpu()
 
-    def write(self, state: bytes) -> None:
-        self._module.set_rng_state(_as_tensor(state), self._device)
+    def write(self, state: Any) -> None:
+        self._module.set_rng_state(state, self._device)
+
+    def has_left(self, state: Any) -> bool:
+        return not same_memory(self.read(), state)
 
 
 class PythonStream:
@@ -87,6 +95,9 @@ class PythonStream:
             state = (3, (*words, index), gauss)
         self._source.setstate(state)
 
+    def has_left(self, state: Any) -> bool:
+        return bool(self.read() != state)
+
 
 class NumpyStream:
     """NumPy's global ``RandomState``, as long as it draws from a Mersenne twister."""
@@ -106,6 +117,9 @@ class NumpyStream:
         has_gauss, gauss = _NUMPY_GAUSS.unpack(state[_NUMPY_STATE.size :])
         self._source.set_state(("MT19937", words, position, has_gauss, gauss))
 
+    def has_left(self, state: bytes) -> bool:
+        return self.read() != state
+
 
 class SlowStream:
     """Any source with a getter and a setter."""
@@ -114,24 +128,14 @@ class SlowStream:
         self._get = get
         self._put = put
 
-    def read(self) -> "_Told":
-        return _Told(self._get())
+    def read(self) -> Any:
+        return self._get()
 
-    def write(self, state: "_Told") -> None:
-        self._put(state.value)
+    def write(self, state: Any) -> None:
+        self._put(state)
 
-
-class _Told:
-    __slots__ = ("told", "value")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.told = _told(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Told) and self.told == other.told
-
-    __hash__ = None  # type: ignore[assignment]
+    def has_left(self, state: Any) -> bool:
+        return bool(_told(self._get()) != _told(state))
 
 
 def _told(value: Any) -> Any:
@@ -140,12 +144,6 @@ def _told(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_told(item) for item in value)
     return value.tobytes() if hasattr(value, "tobytes") else value
-
-
-def _as_tensor(state: bytes) -> Any:
-    # frombuffer is no factory: a default device in force here must not move the state.
-    with torch._C.DisableTorchFunction():  # noqa: SLF001
-        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 @functools.cache
@@ -178,7 +176,7 @@ def _numpy_gauss_offset() -> int | None:
     drawn = [trial.standard_normal() for _ in range(3)]
     stream.write(before)
     again = [trial.standard_normal() for _ in range(3)]
-    return offset if drawn == again and stream.read() != before else None
+    return offset if drawn == again and stream.has_left(before) else None
 
 
 _python = PythonStream()
@@ -230,7 +228,7 @@ def marks(streams: Sequence[Stream]) -> list[Mark]:
 
 def advanced(before: Sequence[Mark]) -> list[Mark]:
     """Of these marks, those whose stream has moved since."""
-    return [mark for mark in before if mark.stream.read() != mark.state]
+    return [mark for mark in before if mark.stream.has_left(mark.state)]
 
 
 @contextmanager
@@ -243,5 +241,5 @@ def rewound(streams: Sequence[Stream], to: Sequence[Mark]) -> Iterator[None]:
         yield
     finally:
         for mark in now:
-            if mark.stream.read() != mark.state:
+            if mark.stream.has_left(mark.state):
                 mark.stream.write(mark.state)
