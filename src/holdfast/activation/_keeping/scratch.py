@@ -99,7 +99,7 @@ class ScratchFile:
         self._lock = threading.Lock()
         self._process = os.getpid()
         if not self._direct:
-            self._tell_buffered()
+            self._go_buffered()
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data``: whole blocks, from aligned memory, to an aligned offset."""
@@ -153,10 +153,12 @@ class ScratchFile:
             if self._direct:
                 self._system.make_buffered(self._fd)
                 self._direct = False
-                self._tell_buffered()
+                self._go_buffered()
         return call(self._fd, memory, offset)
 
-    def _tell_buffered(self) -> None:
+    def _go_buffered(self) -> None:
+        # Else the system reads on behind what is asked for, and nobody would drop that.
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         _log.info(
             "the filesystem of the disk tier takes no direct I/O: it is written through the page "
             "cache, which is then dropped; another folder= may be faster"

@@ -40,10 +40,10 @@ class Mode(NamedTuple):
 _mode = functools.partial(tuple.__new__, Mode)  # half the time of Mode()
 
 
-@functools.cache
-def _is_torchs(kind: Any) -> bool:
+def _is_torchs(module: Any) -> bool:
     """Whether a module is of a class whose attributes hide nothing."""
-    return kind.__module__.startswith("torch.nn.modules.")
+    name: str = type(module).__module__
+    return name.startswith("torch.nn.modules.")
 
 
 def _children(module: Any) -> tuple[tuple[str, Any], ...]:
@@ -159,7 +159,7 @@ def _walk(module: Any, found: Reach, walked: set[int], tensors: set[int]) -> Non
         if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
             found.renormed.append(module.weight)
     children = found.modes[-1].children
-    if not _is_torchs(type(module)):
+    if not _is_torchs(module):
         attributes = module.__dict__
         if not _TELLING.isdisjoint(map(type, tuple(attributes.values()))):
             _watch_attributes(attributes, found, tensors)
