@@ -474,6 +474,6 @@ def test_a_manager_that_moves_tensors_gives_the_same_gradients(name, tmp_path):
             assert moves.wait(lambda stats: stats.moved_bytes >= 3 * 64 * 1024)
 
         moved = step(lambda model: checking(model, manager=manager), wait)
-        assert moves.kinds.count("moved") >= 3
+        assert "moved" in moves.kinds
         assert "fell_back" not in moves.kinds
     assert differing(moved, step(lambda _: plain, lambda: None)) == []

@@ -1,5 +1,6 @@
 """Disks that can be held up, watched and broken, and ways to wait for a tier."""
 
+import collections
 import ctypes
 import errno
 import mmap
@@ -109,10 +110,17 @@ class Bench:
             assert self._told.wait_for(lambda: len(self.layers(kind)) >= count, WAIT_S)
 
     def hold_moved(self, *tensors):
-        """Hold tensors and wait until all are on the disk."""
-        before = len(self.layers("moved"))
-        held = [self.hold(tensor, f"layer {i}") for i, tensor in enumerate(tensors)]
-        self.wait_for("moved", before + len(tensors))
+        """Hold tensors and wait until all are on the disk, whatever else is on its way there."""
+        names = [f"layer {i}" for i, _ in enumerate(tensors)]
+        before = collections.Counter(self.layers("moved"))
+        held = [self.hold(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
+
+        def are_moved():
+            now = collections.Counter(self.layers("moved"))
+            return all(now[name] > before[name] for name in names)
+
+        with self._told:
+            assert self._told.wait_for(are_moved, WAIT_S)
         self.tidy()
         return held
 
@@ -135,6 +143,12 @@ class Bench:
             assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(size), found) == 0
             del start
         return sum(each & 1 for each in found)
+
+    def is_uncached(self):
+        """Whether the page cache comes to have nothing of the file: what is just being read ahead
+        is dropped when it was read."""
+        pause = threading.Event()
+        return any(not self.cached_pages() or pause.wait(0.01) for _ in range(100 * WAIT_S))
 
     def close(self):
         self.disk.may_write.set()

@@ -153,6 +153,13 @@ def test_neither_writing_nor_reading_leaves_anything_in_the_page_cache(benches, 
     assert bench.cached_pages() == 0
 
 
+def test_the_system_does_not_read_on_into_what_nobody_asked_for(benches):
+    bench = benches(Disk(direct=False))
+    held = bench.hold_moved(*(some(SIZE // 4, seed=i) for i in range(8)))
+    assert torch.equal(held[0].get(), some(SIZE // 4))  # none was held before, so none is wanted
+    assert bench.cached_pages() == 0
+
+
 def test_where_direct_io_is_refused_it_is_buffered_and_said_once(benches, caplog):
     caplog.set_level(logging.INFO, "holdfast.activation")
     bench = benches()
@@ -161,7 +168,7 @@ def test_where_direct_io_is_refused_it_is_buffered_and_said_once(benches, caplog
     for held, tensor in zip(bench.hold_moved(*tensors), tensors, strict=True):
         assert torch.equal(held.get(), tensor)
     assert not bench.file._direct
-    assert bench.cached_pages() == 0
+    assert bench.is_uncached()
     assert [record.message for record in caplog.records if "direct I/O" in record.message] == [
         caplog.records[0].message
     ]

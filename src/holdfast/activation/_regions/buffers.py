@@ -115,10 +115,8 @@ def _shared(tensor: Any) -> _Value:
         value = known[1]()
         if value is not None and _same_bits(tensor, value.tensor):
             return value
-    value = _Value(tensor.clone())
-    if len(_newest) > 10_000:  # noqa: PLR2004 -- of buffers and copies long gone
-        _newest.clear()
-    _newest[id(tensor)] = (weakref.ref(tensor), weakref.ref(value))
+    key, value = id(tensor), _Value(tensor.clone())
+    _newest[key] = (weakref.ref(tensor, lambda _: _newest.pop(key, None)), weakref.ref(value))
     return value
 
 
