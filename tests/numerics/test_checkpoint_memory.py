@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+import torch._dynamo  # imported in the middle of a step, it would keep the frames around it
 from activation_models import CASES, checking, differing, left_by, loss_of, seed_all
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
