@@ -371,3 +371,23 @@ def test_a_manager_closed_before_backward_is_told_as_such():
 def test_generators_that_would_not_be_replayed_are_refused():
     with pytest.raises(ValueError, match="preserve_rng_state"):
         checkpoint(torch.sin, torch.ones(1), generators=torch.Generator(), preserve_rng_state=False)
+
+
+def test_a_forward_that_fails_while_tensors_wait_to_be_moved_leaves_nothing(tmp_path):
+    alive = []
+
+    def region(x):
+        for _ in range(3):
+            x = x.sin()
+            alive.append(weakref.ref(x))
+        raise KeyError("in the middle")
+
+    gc.disable()
+    try:
+        with CheckpointManager(tier="disk", folder=tmp_path) as manager:
+            x = torch.randn(100_000, requires_grad=True)
+            with pytest.raises(KeyError):
+                checkpoint(region, x, manager=manager, keep=lambda _: True)
+            assert [each() for each in alive] == [None, None, None]
+    finally:
+        gc.enable()

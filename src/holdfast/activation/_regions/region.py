@@ -102,15 +102,18 @@ class Region:
         """The call itself, with what it saves for backward dropped or held."""
         began = time.perf_counter_ns()
         result = unfinished = object()
-        with context, saved_tensors_hooks(self._packer(), unpack):
-            result = self.fn(*args, **kwargs)
-        if result is unfinished:
-            raise RuntimeError(
-                f"the forward context of context_fn suppressed an exception raised in region "
-                f"{self.name!r}, which has no result then"
-            )
-        while self._holding:
-            self._hold(*self._holding.popleft())
+        try:
+            with context, saved_tensors_hooks(self._packer(), unpack):
+                result = self.fn(*args, **kwargs)
+            if result is unfinished:
+                raise RuntimeError(
+                    f"the forward context of context_fn suppressed an exception raised in region "
+                    f"{self.name!r}, which has no result then"
+                )
+            while self._holding:
+                self._hold(*self._holding.popleft())
+        finally:
+            self._holding.clear()  # after an error: it would hold the region in a cycle
         self.forward_ms = (time.perf_counter_ns() - began) / 1e6
         self.reached.renew_own_doing()
         self.marks = advanced(self.marks)
