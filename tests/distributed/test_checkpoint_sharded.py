@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast.activation import checkpoint
+from holdfast.activation import CheckpointConfig, checkpoint, checkpoint_layers
 from holdfast.errors import RecomputationError
 from holdfast.testing import RankGang
 
@@ -71,6 +71,8 @@ def _made(kind, around, words, checks):
     if around == "inside":
         for block in net.blocks:
             _inside(block, net.run)
+    if around == "layers":
+        checkpoint_layers(net, CheckpointConfig.half())
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(net, **words)
     if kind == "tp":
@@ -148,7 +150,7 @@ def gang():
         yield ranks
 
 
-@pytest.mark.parametrize("around", ["each", "all", "inside"])
+@pytest.mark.parametrize("around", ["each", "all", "inside", "layers"])
 @pytest.mark.parametrize("kind", ["fsdp", "ddp", "tp"])
 def test_gradients_are_those_of_the_same_model_without(gang, kind, around):
     assert gang.run(compared, kind, around, {}) == [[], []]
