@@ -179,6 +179,7 @@ def test_storages_resized_by_hand():
     y = floats(10)
 
     def call():
+        x.add_(1)
         x.untyped_storage().resize_(0)
         a = floats(1000)
         y.untyped_storage().resize_(40 + 3 * N)
@@ -202,7 +203,7 @@ def test_what_is_resized_by_hand_among_very_many_storages():
     report = measure_peak(call)
     assert crowd
     assert report.after_bytes == N
-    assert report.peak_bytes < 2 * N, "once found out, what was counted since is not believed"
+    assert report.peak_bytes == 3 * N  # not 4: what was given back is not counted on
 
 
 def test_what_was_there_is_not_counted_and_lowers_the_level_when_it_dies():

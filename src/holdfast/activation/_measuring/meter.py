@@ -70,8 +70,9 @@ def measure_peak(
       what ``torch.load`` has read and the states of generators among it;
     - what other threads allocate, loaders included. CPU backward runs in the calling thread;
     - code that ``torch.compile`` made: it runs eagerly meanwhile, and is measured so;
-    - ``storage.resize_()`` at once: a storage that grew so is seen when a call touches it, one that
-      shrank at the next new peak, or the first time some peaks later.
+    - ``storage.resize_()`` at once: a storage that grew so is seen when a call touches it; one that
+      shrank at the next new peak, or the first time some peaks later, and only at the end if no
+      call has touched it. Until then the peak may read too high.
 
     What it changes: while it looks on, autograd adds gradients that meet at one tensor out of
     place, so the peak may read too high by one such gradient. And every torch call takes longer:
@@ -150,7 +151,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
         self.peak_bytes = 0
         self._watched: dict[int, _Watched] = {}
         self._dead: collections.deque[_Watched] = collections.deque()
-        self._checked_peak_bytes = 0
+        self._touched: dict[int, _Watched] = {}
         self._unchecked = 0
         self._resized_by_hand = False
 
@@ -166,7 +167,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
     def settle(self) -> None:
         """Bring the level up to date."""
         self._bury()
-        self._check()
+        self._check(self._watched)
+        self.peak_bytes = max(self.peak_bytes, self.level_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(is_traceable_wrapper_subclass_type, types)):
@@ -177,23 +179,28 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
         made_unseen = func in _MADE_BEFORE_SEEN
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for storage in given:
-            self._look(storage, fresh=made_unseen, resident=in_backward)
+            self._touch(storage, fresh=made_unseen, resident=in_backward)
         result = func(*args, **kwargs)
         for storage in given:  # which the call may have resized
             self._look(storage)
         for storage in _storages_in(result):
-            self._look(storage, fresh=True)
+            self._touch(storage, fresh=True)
         if self.level_bytes > self.peak_bytes:
             self._rise()
         return result
 
     def _rise(self) -> None:
-        """Note a new peak, and check it if that is due: always once a storage was resized by hand,
-        else so seldom that it costs little with very many storages."""
-        self.peak_bytes = self.level_bytes
+        """Note a new peak, after checking it if that is due: always once a storage was resized by
+        hand, else so seldom that it costs little with very many storages."""
         self._unchecked += 1
-        if self._resized_by_hand or self._unchecked * _CHECKED_PER_PEAK >= len(self._watched):
-            self._check()
+        if self._resized_by_hand or self._unchecked * _CHECKED_PER_PEAK >= len(self._touched):
+            self._check(self._touched)
+        self.peak_bytes = max(self.peak_bytes, self.level_bytes)
+
+    def _touch(self, storage: Any, *, fresh: bool = False, resident: bool = False) -> None:
+        self._look(storage, fresh=fresh, resident=resident)
+        key = storage._cdata  # noqa: SLF001 -- the identity of a storage
+        self._touched[key] = self._watched[key]
 
     def _look(self, storage: Any, *, fresh: bool = False, resident: bool = False) -> None:
         """Count a storage as it is now. One not seen before was made just now if ``fresh``, was
@@ -221,20 +228,18 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
             watched = self._dead.popleft()
             if self._watched.get(watched.key) is watched:
                 del self._watched[watched.key]
+                self._touched.pop(watched.key, None)
             if watched.counts:
                 self.level_bytes -= watched.size_bytes
 
-    def _check(self) -> None:
+    def _check(self, among: dict[int, _Watched]) -> None:
         """See what was resized by hand, with ``storage.resize_()``, as FSDP frees what it has
-        gathered: no call tells of it. Peaks since the last check may have counted what was gone."""
-        looked = map(_Watched.resized, self._watched.values())
+        gathered: no call tells of it. Until then it counts as it was, so a peak may be too high."""
+        looked = map(_Watched.resized, tuple(among.values()))
         changed = [storage for storage in looked if storage is not None]
-        if changed:
-            self._resized_by_hand = True
-            self.peak_bytes = self._checked_peak_bytes
+        self._resized_by_hand |= bool(changed)
         for storage in changed:
             self._look(storage)
-        self.peak_bytes = self._checked_peak_bytes = max(self.peak_bytes, self.level_bytes)
         self._unchecked = 0
 
 
