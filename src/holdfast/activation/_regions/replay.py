@@ -116,21 +116,20 @@ class Replay:
         region, targets = self._region, self._targets
         expected = len(region.described)
         last = self._last if region.options.early_stop else -1
-        made = -_AT_ONCE  # the newest tensor that belongs to no parameter and has no history
+        before: Any = None  # the tensor saved before, as far as it tells whether to go on
 
         def pack(tensor: Any) -> Any:
-            nonlocal made
+            nonlocal before
             index = self._count
             self._count = index + 1
             if 0 <= last < index:
                 self._stop()
             if index >= expected:
                 return self._beyond(tensor)
+            has_history = tensor.requires_grad
             # Not the parameter itself: ZeRO empties that again before backward uses it.
-            if tensor.requires_grad or tensor.__class__ is torch.nn.Parameter:
+            if has_history or tensor.__class__ is torch.nn.Parameter:
                 tensor = tensor.detach()
-            else:
-                made = index
             target = targets[index]
             if target is not None and target.held is None:
                 self._compare(index, tensor)
@@ -138,9 +137,12 @@ class Replay:
                     self.answer.put(tensor)
                 elif target.value is None:
                     target.put(tensor)
-            # An operator may save what it fills then, as RReLU its noise: let it run.
-            if index == last and index - made >= _AT_ONCE:
+            # An operator may save its input and what it fills then, as RReLU its noise, which is
+            # as large: let it run.
+            now = (not has_history, tensor.shape, tensor.dtype)
+            if index == last and before != now:
                 self._stop()
+            before = (has_history, tensor.shape, tensor.dtype)
             return tensor
 
         return pack
@@ -241,7 +243,6 @@ class Replay:
         return self._last + 1 if region.options.early_stop else len(region.described)
 
 
-_AT_ONCE = 3  # tensors an operator saves before it runs, at most
 _OTHER_VALUES = "the same, with other values"
 _MOST_TOLD = 3  # the first is the cause, the rest follow from it
 _TIP = (
