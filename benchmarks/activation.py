@@ -71,7 +71,7 @@ def gpt() -> list[Measurement]:
         model(tokens, how).backward()
 
     step(nothing)  # the gradients are there from now on
-    return _against_torch("GPT of 12 blocks", step, repeats=15)
+    return _against_torch("GPT of 12 blocks", step, repeats=31)
 
 
 def _against_torch(name: str, step: Callable[[Call], None], *, repeats: int) -> list[Measurement]:
@@ -139,13 +139,17 @@ def _by_threads(call: Call) -> Callable[[], None]:
 
     def run() -> None:
         start = threading.Barrier(THREADS)
-        threads = [threading.Thread(target=work, args=(start,)) for _ in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _on_threads(THREADS, lambda: work(start))
 
     return run
+
+
+def _on_threads(count: int, work: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _over_us(seconds: dict[str, list[float]], calls: int) -> list[float]:
@@ -169,11 +173,16 @@ def together() -> list[Measurement]:
             {
                 "one": lambda: asyncio.run(engine.recompute_async("a")),
                 "two": lambda: asyncio.run(_both(engine)),
+                "one bare": lambda: _product(matrix, rounds),
+                "two bare": lambda: _on_threads(2, lambda: _product(matrix, rounds)),
             },
             repeats=25,
         )
     name = "two async recomputations of 50 ms, of one"
-    return [at_most(name, _ratios(seconds, "two", "one"), "x", 1.3)]
+    return [
+        at_most(name, _ratios(seconds, "two", "one"), "x", 1.3),
+        told(f"{name}: two threads without us", _ratios(seconds, "two bare", "one bare"), "x"),
+    ]
 
 
 async def _both(engine: AsyncRecomputationEngine) -> None:
