@@ -82,19 +82,23 @@ class StoreExchange:
 
     def gather(self, data: bytes, target: int, timeout_s: float | None) -> list[bytes] | None:
         meeting = self._next("gather", timeout_s, root=target)
+        given_up = f"{self._base}/given-up/{self._count}"
 
         def work(session: Session) -> list[bytes] | None:
             try:
                 gathered = self._gather(session, meeting, data, target)
             except (RankLostError, RankTimeoutError):
+                session.set(given_up, b"")
+                self._mine.append(given_up)
                 # Who has given its part has gone on, and will not come to tidy up.
                 keys = meeting.arrivals(self._ranks.world_size).values()
                 session.later(lambda: take(session, [k for k in keys if session.check([k])]))
                 raise
             if gathered is None and session.check([self._failed]):
-                for key in self._mine:  # the target has given up, and reads none of it
-                    if key.startswith(f"{meeting.base}/"):
-                        session.delete(key)
+                if session.check([given_up]):  # else the target may be about to read it
+                    for key in self._mine:
+                        if key.startswith(f"{meeting.base}/"):
+                            session.delete(key)
                 self._waiting.raise_if_failed(session)
             return gathered
 
