@@ -14,8 +14,10 @@ from holdfast.errors import __all__ as _errors
 if TYPE_CHECKING:  # the same names as in _names below, for those who read types
     from holdfast._shortcuts import load as load
     from holdfast._shortcuts import save as save
+    from holdfast.activation import ActivationPlan as ActivationPlan
     from holdfast.activation import checkpoint as checkpoint
     from holdfast.activation import checkpoint_layers as checkpoint_layers
+    from holdfast.activation import plan as plan
     from holdfast.catalog import CheckpointInfo as CheckpointInfo
     from holdfast.catalog import keep_best as keep_best
     from holdfast.catalog import keep_every as keep_every
@@ -44,6 +46,7 @@ _rooms = (
 )
 
 _names = {
+    "ActivationPlan": "activation",
     "CheckpointFormat": "distributed",
     "CheckpointInfo": "catalog",
     "CheckpointLoadResult": "distributed",
@@ -64,6 +67,7 @@ _names = {
     "keep_within": "catalog",
     "load": "_shortcuts",
     "per_rank": "distributed",
+    "plan": "activation",
     "save": "_shortcuts",
 }
 

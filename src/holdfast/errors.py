@@ -25,6 +25,8 @@
     ├── CoordinationError               UNKNOWN
     │   ├── RankFailedError
     │   └── RankLostError
+    ├── PlanError                       UNKNOWN                        ValueError
+    │   └── BudgetError
     └── RecomputationError              UNKNOWN                        RuntimeError
         ├── DependencyCycleError                                       ValueError
         └── UnknownLayerError                                          KeyError
@@ -46,6 +48,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 __all__ = [
+    "BudgetError",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
@@ -63,6 +66,7 @@ __all__ = [
     "ObjectExistsError",
     "ObjectNotFoundError",
     "OperationTimeoutError",
+    "PlanError",
     "RankFailedError",
     "RankLostError",
     "RankTimeoutError",
@@ -302,6 +306,18 @@ class DependencyCycleError(RecomputationError, ValueError):
 
 class UnknownLayerError(RecomputationError, KeyError):
     """No recompute function is registered for the layer."""
+
+
+class PlanError(CheckpointError, ValueError):
+    """No activation plan could be made, or it is not one for this model. The model is as it was."""
+
+
+class BudgetError(PlanError):
+    """No plan fits the budget. ``smallest_bytes`` is the smallest budget that one fits."""
+
+    facts = ("smallest_bytes",)
+
+    smallest_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ CLASSES = [
 ]
 
 FACTS = {
+    "smallest_bytes": 1 << 30,
     "timeout_s": 2.5,
     "ranks": (1, 3),
     "retry_after_s": 4.0,
@@ -98,6 +99,7 @@ def test_every_kind_has_a_class_so_that_any_record_can_be_rebuilt():
         (errors.ObjectExistsError, FileExistsError),
         (errors.ObjectNotFoundError, FileNotFoundError),
         (errors.DependencyCycleError, ValueError),
+        (errors.PlanError, ValueError),
         (errors.UnknownLayerError, KeyError),
     ],
 )

@@ -8,11 +8,11 @@ import holdfast
 
 SURFACE = {
     "activation": """
-        ActivationEvent AsyncRecomputationEngine CachePolicy CacheStats CheckpointConfig
-        CheckpointManager CheckpointStrategy CheckpointedLayers DependencyGraph Held
+        ActivationEvent ActivationPlan AppliedPlan AsyncRecomputationEngine CachePolicy
+        CacheStats CheckpointConfig CheckpointManager CheckpointStrategy CheckpointedLayers DependencyGraph Fallback Held
         LayerRecomputationStats MemoryStats PeakReport RecomputationCache RecomputationEngine
         RecomputationProfile RecomputationStats checkpoint checkpoint_layers default_manager
-        measure_peak
+        measure_peak plan
     """,
     "catalog": """
         Attempt Catalog CheckpointInfo Damage GcReport OpenCheckpoint PruneReport
@@ -32,10 +32,10 @@ SURFACE = {
         keep_best keep_every keep_last keep_within per_rank
     """,
     "errors": """
-        CheckpointError CheckpointExistsError CheckpointNotFoundError CircuitOpenError
+        BudgetError CheckpointError CheckpointExistsError CheckpointNotFoundError CircuitOpenError
         ClosedError CoordinationError CorruptedError DependencyCycleError ErrorKind
         ErrorRecord IncompatibleVersionError LoadError NoSpaceError ObjectChangedError
-        ObjectExistsError ObjectNotFoundError OperationTimeoutError RankFailedError
+        ObjectExistsError ObjectNotFoundError OperationTimeoutError PlanError RankFailedError
         RankLostError RankTimeoutError RecomputationError ReplicaMismatchError SaveError
         SaveInProgressError
         StorageError TensorNotFoundError TornSnapshotError TransientStorageError UnknownLayerError
@@ -70,9 +70,10 @@ SURFACE = {
 }
 
 TOP = """
-    CheckpointFormat CheckpointInfo CheckpointLoadResult CheckpointOptions CompressionLevel
-    DistributedCheckpoint LoadOptions Preemption ResumeResult SaveHandle SaveOptions SaveRecord
-    checkpoint checkpoint_layers keep_best keep_every keep_last keep_within load per_rank save
+    ActivationPlan CheckpointFormat CheckpointInfo CheckpointLoadResult CheckpointOptions
+    CompressionLevel DistributedCheckpoint LoadOptions Preemption ResumeResult SaveHandle SaveOptions SaveRecord
+    checkpoint checkpoint_layers keep_best keep_every keep_last keep_within load per_rank
+    plan save
 """
 
 

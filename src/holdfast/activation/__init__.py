@@ -1,8 +1,9 @@
 """Activations kept, recomputed or moved, with gradients bit for bit the same. Knows no ranks.
 
 ``checkpoint`` runs a function so that backward recomputes what autograd would have kept;
-``checkpoint_layers`` does it to layers of a model. ``CheckpointManager`` and
-``RecomputationEngine`` are what both work with, and can be used by themselves.
+``checkpoint_layers`` does it to layers of a model, and ``plan`` finds out which, so that a step
+fits a budget. ``CheckpointManager`` and ``RecomputationEngine`` are what they work with, and can be
+used by themselves.
 """
 
 from holdfast.activation._events import ActivationEvent
@@ -14,6 +15,9 @@ from holdfast.activation._keeping.memory_stats import MemoryStats
 from holdfast.activation._layers.checkpointed import CheckpointedLayers, checkpoint_layers
 from holdfast.activation._layers.config import CheckpointConfig, CheckpointStrategy
 from holdfast.activation._measuring.meter import PeakReport, measure_peak
+from holdfast.activation._planning.applying import AppliedPlan, Fallback
+from holdfast.activation._planning.plan import ActivationPlan
+from holdfast.activation._planning.planning import plan
 from holdfast.activation._recomputing.async_engine import AsyncRecomputationEngine
 from holdfast.activation._recomputing.engine import RecomputationEngine
 from holdfast.activation._recomputing.engine_stats import (
@@ -27,6 +31,8 @@ from holdfast.activation._regions.default import default_manager
 
 __all__ = [
     "ActivationEvent",
+    "ActivationPlan",
+    "AppliedPlan",
     "AsyncRecomputationEngine",
     "CachePolicy",
     "CacheStats",
@@ -35,6 +41,7 @@ __all__ = [
     "CheckpointStrategy",
     "CheckpointedLayers",
     "DependencyGraph",
+    "Fallback",
     "Held",
     "LayerRecomputationStats",
     "MemoryStats",
@@ -47,4 +54,5 @@ __all__ = [
     "checkpoint_layers",
     "default_manager",
     "measure_peak",
+    "plan",
 ]

@@ -52,24 +52,28 @@ def part_of(module: Any, name: str = "") -> Part:
     )
 
 
-def repeated(model: Part) -> tuple[Part, ...]:
-    """The repeated layers of ``model`` in its order, or ``ValueError`` if it has none."""
+def repeated(model: Part, naming: str = "CheckpointConfig(layers=...)") -> tuple[Part, ...]:
+    """The repeated layers of ``model`` in its order, or ``ValueError`` if it has none, which tells
+    how layers are named by hand: ``naming``."""
     found = _each_once(_repeated(model))
     if not found:
         raise ValueError(
             f"{model.kind} has no repeated layers: no ModuleList, ModuleDict or Sequential in it "
             "holds two modules of one class that are more than a single operation. Name the "
-            f"layers, as in CheckpointConfig(layers=...); it has {_listed(_callable(model))}"
+            f"layers, as in {naming}; it has {_listed(_callable(model))}"
         )
-    return _apart(found)
+    return _apart(found, "layers")
 
 
-def named(model: Part, patterns: Iterable[str]) -> tuple[Part, ...]:
+def named(model: Part, patterns: Iterable[str], what: str = "layers") -> tuple[Part, ...]:
     """What ``patterns`` name in ``model``, in its order; ``ValueError`` where one names nothing,
-    or a module that has no forward, or modules of which one is inside another."""
+    or a module that has no forward, or modules of which one is inside another. ``what`` the
+    argument is called."""
     parts = tuple(_callable(model))
-    wanted = {part.identity for pattern in patterns for part in _matching(model, parts, pattern)}
-    return _apart(_each_once(part for part in parts if part.identity in wanted))
+    wanted = {
+        part.identity for pattern in patterns for part in _matching(model, parts, pattern, what)
+    }
+    return _apart(_each_once(part for part in parts if part.identity in wanted), what)
 
 
 def _role(module: Any) -> Role:
@@ -120,7 +124,7 @@ def _callable(part: Part) -> Iterator[Part]:
         yield from _callable(each)
 
 
-def _matching(model: Part, parts: Sequence[Part], pattern: str) -> Iterator[Part]:
+def _matching(model: Part, parts: Sequence[Part], pattern: str, what: str) -> Iterator[Part]:
     last = ""
     matched = False
     for part in parts:
@@ -135,7 +139,7 @@ def _matching(model: Part, parts: Sequence[Part], pattern: str) -> Iterator[Part
             f"near to it are {', '.join(map(repr, near))}" if near else f"it has {_listed(parts)}"
         )
         raise ValueError(
-            f"layers: {pattern!r} matches no module with a forward in {model.kind}; {told}"
+            f"{what}: {pattern!r} matches no module with a forward in {model.kind}; {told}"
         )
 
 
@@ -146,13 +150,13 @@ def _each_once(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(found.values())
 
 
-def _apart(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+def _apart(parts: tuple[Part, ...], what: str) -> tuple[Part, ...]:
     chosen = {part.identity: part for part in parts}
     for outer in parts:
         for inner in _callable(outer):
             if inner.identity in chosen:
                 raise ValueError(
-                    f"layers: {inner.name!r} is inside {outer.name!r}, and both are named: it "
+                    f"{what}: {inner.name!r} is inside {outer.name!r}, and both are named: it "
                     "would be recomputed twice. Name one of them"
                 )
     return parts

@@ -6,21 +6,29 @@ are, and hooks run around it, once. It refers to its module weakly: the two die 
 garbage collection.
 """
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
 from holdfast.activation._keeping.manager import CheckpointManager
 from holdfast.activation._regions.checkpoint import checkpoint
 
-if TYPE_CHECKING:
-    from holdfast.activation._layers.checkpointed import CheckpointedLayers
-
 Forward = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Owner(Protocol):
+    """Whoever decides what layers do: ``checkpoint_layers``' handle, or a plan at work."""
+
+    def _call(self, name: str, module: Any, forward: Forward, call: Arguments) -> Any:
+        """What a layer's call in training does."""
+
+    def _recomputes(self, name: str) -> bool:
+        """Whether the layer of a copy of the model, which has no owner, is to be checkpointed."""
 
 
 class LayerForward:
@@ -38,7 +46,7 @@ class LayerForward:
         module: Any,
         name: str,
         prior: Forward | None,
-        owner: "CheckpointedLayers | None",
+        owner: Owner | None,
         recomputes: bool,
     ) -> None:
         self.name = name
@@ -86,14 +94,14 @@ class LayerForward:
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
 
-def install(module: Any, name: str, owner: "CheckpointedLayers") -> None:
+def install(module: Any, name: str, owner: Owner) -> None:
     """Give ``module`` such a forward, in place of whichever it has."""
     remove(module, None)
     prior = module.__dict__.get("forward")
     module.__dict__["forward"] = LayerForward(module, name, prior, owner, recomputes=True)
 
 
-def remove(module: Any, owner: "CheckpointedLayers | None") -> None:
+def remove(module: Any, owner: Owner | None) -> None:
     """Give ``module`` back the forward it had, if it now has one of ``owner``'s."""
     found = installed(module)
     if found is None or found.owner is not owner:
@@ -116,14 +124,15 @@ def checkpointed(
     forward: Forward,
     call: Arguments,
     manager: CheckpointManager | None = None,
+    *,
+    keep: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """The result of the call, of which only the arguments are kept."""
+    """The result of the call, of which only the arguments are kept, and what ``keep`` says."""
     args, kwargs = call
+    run = functools.partial(checkpoint, name=name, modules=(module,), manager=manager, keep=keep)
     if _TAKEN.isdisjoint(kwargs):
-        return checkpoint(forward, *args, name=name, modules=(module,), manager=manager, **kwargs)
-    return checkpoint(
-        _with_keywords, forward, args, kwargs, name=name, modules=(module,), manager=manager
-    )
+        return run(forward, *args, **kwargs)
+    return run(_with_keywords, forward, args, kwargs)
 
 
 def _with_keywords(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -154,6 +154,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
         self._touched: dict[int, _Watched] = {}
         self._unchecked = 0
         self._resized_by_hand = False
+        self._note: Callable[[int], None] | None = None
 
     def survey(self) -> None:
         """Get to know what is there already."""
@@ -187,6 +188,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
             self._touch(storage, fresh=True)
         if self.level_bytes > self.peak_bytes:
             self._rise()
+        if self._note is not None:
+            self._note(self.level_bytes)
         return result
 
     def _rise(self) -> None:
@@ -241,6 +244,21 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
         for storage in changed:
             self._look(storage)
         self._unchecked = 0
+
+
+class LevelMeter(_Meter):
+    """A meter that notes the level after every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: list[int] = []
+        self._note = self.levels.append
+
+    def level_now(self) -> int:
+        self._bury()
+        if self._resized_by_hand:
+            self._check(self._touched)
+        return self.level_bytes
 
 
 _CHECKED_PER_PEAK = 64

@@ -66,7 +66,7 @@ def checkpoint(
     _refuse(fn, use_reentrant)
     if context_fn is noop_context_fn:
         context_fn = None
-    if torch.compiler.is_compiling() or _is_traced():
+    if torch.compiler.is_compiling() or is_traced():
         # Only what is not torch's default: its tracing takes no context_fn that is none.
         if context_fn is not None:
             kwargs["context_fn"] = context_fn
@@ -136,7 +136,7 @@ def _usable(manager: object, name: str) -> CheckpointManager:
 _MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # noqa: SLF001
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether tensors are stand-ins now, which have no state to be brought back."""
     return torch._C._are_functorch_transforms_active() or any(  # noqa: SLF001
         torch._C._get_dispatch_mode(mode) is not None  # noqa: SLF001

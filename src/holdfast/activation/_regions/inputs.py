@@ -40,6 +40,10 @@ class Input:
             raise _changed(self._path, self._region, "given other values")
         return tensor
 
+    def give_up(self, made_again: Callable[[], Any]) -> None:
+        """Let go of the tensor, which ``made_again`` makes when it is needed."""
+        self._saved.register_hooks(lambda _: None, lambda _: made_again())
+
 
 class HeldInput:
     """One tensor among the arguments that a manager keeps elsewhere."""

@@ -30,7 +30,7 @@ from holdfast.activation._regions.inputs import HeldInput, Input, Path, kept, le
 from holdfast.activation._regions.options import RegionOptions
 from holdfast.activation._regions.place import stack_level
 from holdfast.activation._regions.reach import reach
-from holdfast.activation._regions.replay import Replay
+from holdfast.activation._regions.replay import Replay, Rerun
 from holdfast.activation._regions.saved import Alias, Saved, unpack
 from holdfast.activation._regions.streams import Stream, advanced, default_streams, marks, stream_of
 from holdfast.activation._storages import storages
@@ -156,15 +156,35 @@ class Region:
                 )
             return value
 
+    def replay_whole(self) -> list[Any]:
+        """Run the region again to its end, with all that it saved filled, for the tensors it
+        returned."""
+        with self._lock:
+            replay = Replay(self, None)
+            self._engaged(replay)
+            return replay.outputs
+
+    def run_again(self) -> list[Any]:
+        """Run the region again for the tensors it returned; nothing that it saves is kept."""
+        with self._lock:
+            rerun = Rerun(self)
+            self._engaged(rerun)
+            return rerun.outputs
+
     def _replay(self, asked: Saved) -> Any:
         replay = Replay(self, asked)
+        self._engaged(replay)
+        return replay.answer.take()
+
+    def _engaged(self, replay: Replay) -> None:
+        """Have the engine run a replay, which counts and times it."""
         try:
             self._manager.engine.run(self.name, replay.run)
         except RecomputationError:
             if replay.error is None:
                 raise
         else:
-            return replay.answer.take()
+            return
         # What was raised comes through as itself, as it would from a plain call: a loop that
         # catches OutOfMemoryError must still catch it here.
         error, replay.error = replay.error, None

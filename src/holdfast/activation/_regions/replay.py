@@ -6,7 +6,7 @@ is named together with the module and the line that did.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from holdfast.activation._regions.bindings import bound
 from holdfast.activation._regions.buffers import swapped_in
 from holdfast.activation._regions.changes import Change, Touched, changes
 from holdfast.activation._regions.digests import Digests, digest
-from holdfast.activation._regions.inputs import given
+from holdfast.activation._regions.inputs import given, leaves
 from holdfast.activation._regions.place import Place, here
 from holdfast.activation._regions.saved import Saved
 from holdfast.activation._regions.streams import rewound
@@ -33,11 +33,17 @@ class _EnoughError(BaseException):
 
 
 class Replay:
-    """One replay. ``run`` may be called once; the region's lock is held over it."""
+    """One replay. ``run`` may be called once; the region's lock is held over it.
 
-    def __init__(self, region: "Region", asked: Saved) -> None:
+    For ``asked``, one saved tensor, it stops when all that are wanted are there. Without, it runs
+    to its end, and ``outputs`` are the tensors the region returned, without their history.
+    """
+
+    def __init__(self, region: "Region", asked: Saved | None) -> None:
         self._region = region
         self._asked = asked
+        self._stops = region.options.early_stop and asked is not None
+        self.outputs: list[Any] = []
         self.answer = Saved(region)  # apart: from the handle another backward could take it
         self._targets: list[Saved | None] = [reference() for reference in region.saved]
         wanted = (
@@ -75,18 +81,7 @@ class Replay:
         changed = self._changed()
         touched = Touched(changed) if changed else None
         try:
-            with (
-                restored(region.surroundings),
-                bound(region.bindings),
-                region.reached.restored(),
-                swapped_in(region.buffers, [*region.reached.parameters, *region.untouched]),
-                rewound(region.streams, region.marks),
-                touched or contextlib.nullcontext(),
-                region.context,
-                saved_tensors_hooks(self._packer(), _itself),
-                torch.enable_grad(),
-            ):
-                region.fn(*args, **kwargs)
+            self._call(args, kwargs, touched)
         except _EnoughError as stop:
             if stop is not self._enough:
                 raise
@@ -112,10 +107,20 @@ class Replay:
             raise RecomputationError(told, layer_id=region.name)
         return self._count
 
+    def _call(self, args: Any, kwargs: Any, touched: Any) -> None:
+        region = self._region
+        hooks = saved_tensors_hooks(self._packer(), _itself)
+        with as_it_ran(region), touched or _NOTHING, hooks:
+            output = region.fn(*args, **kwargs)
+        if self._asked is None:
+            # Not with its history, whose nodes have this replay's hooks: a circle.
+            tensors = (each for each in leaves(output) if isinstance(each, torch.Tensor))
+            self.outputs = [each.detach() for each in tensors]
+
     def _packer(self) -> Callable[[Any], Any]:
         region, targets = self._region, self._targets
         expected = len(region.described)
-        last = self._last if region.options.early_stop else -1
+        last = self._last if self._stops else -1
         before: Any = None  # the tensor saved before, as far as it tells whether to go on
 
         def pack(tensor: Any) -> Any:
@@ -240,9 +245,46 @@ class Replay:
         region = self._region
         if not region.finished:  # backward inside the forward: the rest is still to come
             return 0
-        return self._last + 1 if region.options.early_stop else len(region.described)
+        return self._last + 1 if self._stops else len(region.described)
 
 
+class Rerun(Replay):
+    """A replay for the region's result alone: what it saves is counted, and dropped at once."""
+
+    def __init__(self, region: "Region") -> None:
+        super().__init__(region, None)
+        self._targets = []
+
+    def _packer(self) -> Callable[[Any], Any]:
+        expected = len(self._region.described)
+
+        def pack(tensor: Any) -> None:
+            index = self._count
+            self._count = index + 1
+            if index < expected:
+                self._compare(index, tensor)
+            else:
+                self._beyond(tensor)
+
+        return pack
+
+
+@contextlib.contextmanager
+def as_it_ran(region: "Region") -> Iterator[None]:
+    """Everything a region's forward ran under; on leaving, everything as it was."""
+    with (
+        restored(region.surroundings),
+        bound(region.bindings),
+        region.reached.restored(),
+        swapped_in(region.buffers, [*region.reached.parameters, *region.untouched]),
+        rewound(region.streams, region.marks),
+        region.context,
+        torch.enable_grad(),
+    ):
+        yield
+
+
+_NOTHING = contextlib.nullcontext()
 _OTHER_VALUES = "the same, with other values"
 _MOST_TOLD = 3  # the first is the cause, the rest follow from it
 _TIP = (

@@ -1,0 +1,43 @@
+"""A model as it was before, whatever was tried with it. Knows parameters, gradients, buffers and
+random streams: of the model, of its sample, and of what the loss function can be seen to use."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.activation._planning.sampling import Sample
+from holdfast.activation._regions.inputs import leaves
+from holdfast.activation._regions.reach import reach
+from holdfast.activation._regions.streams import default_streams, marks
+
+
+@contextlib.contextmanager
+def preserved(model: Any, sample: Sample) -> Iterator[None]:
+    """Give gradients, buffers and random streams back as they were: the same tensors, with the same
+    values."""
+    found = reach(sample.loss, leaves((sample.args, sample.kwargs)), (model,))
+    weights = [each.tensor for each in found.parameters]
+    gradients = [(each, each.grad, _copy(each.grad)) for each in weights if each.is_leaf]
+    buffers = [(each, _copy(each.tensor)) for each in found.buffers]
+    accelerators = {each.device for each in weights if each.device.type not in {"cpu", "meta"}}
+    stood = marks(default_streams(accelerators))
+    try:
+        yield
+    finally:
+        for weight, gradient, values in gradients:
+            weight.grad = gradient
+            _give_back(gradient, values)
+        for buffer, values in buffers:
+            buffer.owner[buffer.key] = buffer.tensor
+            _give_back(buffer.tensor, values)
+        for mark in stood:
+            mark.stream.write(mark.state)
+
+
+def _copy(tensor: Any) -> Any:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _give_back(tensor: Any, values: Any) -> None:
+    if tensor is not None:
+        tensor.detach().copy_(values)

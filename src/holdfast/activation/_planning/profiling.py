@@ -1,0 +1,227 @@
+"""What a model's step takes when it keeps everything, stage by stage. Runs real steps on the user's
+sample; decides nothing.
+
+The levels of memory and the times come from separate steps: looking on takes time.
+"""
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.activation._keeping.manager import CheckpointManager
+from holdfast.activation._layers.layer_forward import Arguments, Forward, checkpointed
+from holdfast.activation._measuring.stretches import Course, Marker, record_course
+from holdfast.activation._planning.remakable import look_for_recipes
+from holdfast.activation._planning.replayable import look_for_replays
+from holdfast.activation._planning.sampling import Sample
+from holdfast.activation._planning.seen import Profile, StageProfile, Way
+from holdfast.activation._planning.stages import keeping, roots_of, standing_in, tensors_of
+from holdfast.activation._recipes.dropping import Dropping
+from holdfast.errors import PlanError
+
+Run = Callable[[str, Any, Forward, Arguments], Any]
+
+_REPEATS = 2
+
+
+def profile(
+    model: Any,
+    sample: Sample,
+    modules: Mapping[str, Any],
+    device: Any,
+    *,
+    tell: Callable[[str], None],
+    mover: CheckpointManager | None = None,
+) -> Profile:
+    """Run the model a few times and look on. ``mover``: of the tier that stages may be moved to."""
+    tell("trying the sample")
+    order = _order(model, sample, modules)
+    stages = {name: modules[name] for name in order}
+    seen = {
+        name: StageProfile(name=name, kind=type(each).__name__) for name, each in stages.items()
+    }
+    tell("looking for what can be made again")
+    look_for_recipes(model, sample, stages, seen)
+    look_for_replays(model, sample, stages, seen, tell)
+    droppings = {
+        name: Dropping(name, each.recipes.drops)
+        for name, each in seen.items()
+        if each.recipes is not None and each.recipes.made
+    }
+    ways: dict[Way, Run] = {
+        "kept": keeping,
+        "replayed": functools.partial(_replaying, seen),
+        "remade": functools.partial(_remaking, droppings),
+    }
+    if mover is not None:
+        ways["moved"] = functools.partial(moving, mover)
+    # After those above, which only run forward: FSDP gives whole parameters back at the end of a
+    # backward.
+    tell("timing the step")
+    seconds = _times(model, sample, stages, ways | {"kept": _timing(seen, device)}, device)
+    courses = {}
+    for way, run in ways.items():
+        tell(f"measuring the memory of a step with every stage {way}")
+        courses[way] = course_of(model, sample, stages, run, device)
+    return Profile(
+        stages=tuple(seen.values()), courses=courses, seconds=seconds, device=str(device)
+    )
+
+
+def course_of(
+    model: Any,
+    sample: Sample,
+    stages: Mapping[str, Any],
+    run: Run,
+    device: Any,
+) -> Course:
+    """The course of one step in which ``run(name, module, forward, call)`` runs each stage. Its
+    marks: ``("forward", i)`` where the i-th begins, ``("forwarded", i)`` where it ends, and
+    ``("backward", i)`` where its backward begins."""
+    numbers = {name: number for number, name in enumerate(stages)}
+
+    def step(mark: Marker) -> None:
+        def call(name: str, module: Any, forward: Forward, given: Arguments) -> Any:
+            number = numbers[name]
+            mark(("forward", number))
+            output = run(name, module, forward, given)
+            mark(("forwarded", number))
+            _mark_backward(output, mark, number)
+            return output
+
+        with standing_in(stages, call):
+            sample.step(model)
+
+    return record_course(step, device)
+
+
+def moving(
+    mover: CheckpointManager, name: str, module: Any, forward: Forward, call: Arguments
+) -> Any:
+    """The stage with all that it saves moved to the tier of ``mover``."""
+    return checkpointed(name, module, forward, call, mover, keep=_every)
+
+
+def _every(tensor: Any) -> bool:
+    del tensor
+    return True
+
+
+def _replaying(
+    seen: Mapping[str, StageProfile], name: str, module: Any, forward: Forward, call: Arguments
+) -> Any:
+    run = checkpointed if seen[name].replayable else keeping
+    return run(name, module, forward, call)
+
+
+def _remaking(
+    droppings: Mapping[str, Dropping], name: str, module: Any, forward: Forward, call: Arguments
+) -> Any:
+    output = keeping(name, module, forward, call)
+    if name in droppings:
+        droppings[name].drop(roots_of(output, call))
+    return output
+
+
+def _mark_backward(output: Any, mark: Marker, number: int) -> None:
+    """Mark where the first gradient of a stage's outputs is there."""
+    waiting = [each for each in tensors_of(output) if each.requires_grad]
+    marked = False
+
+    def arrived(gradient: Any) -> None:
+        nonlocal marked
+        del gradient
+        if not marked:
+            marked = True
+            mark(("backward", number))
+
+    for each in waiting:
+        each.register_hook(arrived)
+
+
+def _order(model: Any, sample: Sample, modules: Mapping[str, Any]) -> list[str]:
+    """The stages in the order they run, from one step that also allocates the gradients."""
+    ran: list[str] = []
+
+    def call(name: str, module: Any, forward: Forward, given: Arguments) -> Any:
+        ran.append(name)
+        return keeping(name, module, forward, given)
+
+    try:
+        with standing_in(modules, call):
+            sample.step(model)
+    except PlanError:
+        raise
+    except Exception as error:
+        error.add_note(
+            "raised by the model on the sample given to holdfast.plan; the model is as it was"
+        )
+        raise
+    once = [name for name in dict.fromkeys(ran) if ran.count(name) == 1]
+    if not once:
+        raise PlanError(
+            "no stage of the model ran exactly once in a training step on the sample: is the model "
+            "in training mode (model.train()), and does it run the layers named as stages?"
+        )
+    return once
+
+
+def _timing(seen: Mapping[str, StageProfile], device: Any) -> Run:
+    """Runs a stage as it is, and notes the time of its forward."""
+
+    def call(name: str, module: Any, forward: Forward, given: Arguments) -> Any:
+        with _timed(device) as seconds:
+            output = keeping(name, module, forward, given)
+        seen[name].forward_s.append(seconds())
+        return output
+
+    return call
+
+
+def _times(
+    model: Any,
+    sample: Sample,
+    stages: Mapping[str, Any],
+    ways: Mapping[Way, Run],
+    device: Any,
+) -> dict[Way, float]:
+    """The quickest step with every stage run one way, taken in turns."""
+    seconds = dict.fromkeys(ways, math.inf)
+    for _ in range(_REPEATS):
+        for way, run in ways.items():
+            with standing_in(stages, run):
+                seconds[way] = min(seconds[way], timed_step(model, sample, device))
+    return seconds
+
+
+def timed_step(model: Any, sample: Sample, device: Any) -> float:
+    """The seconds of one step."""
+    with _timed(device) as seconds:
+        sample.step(model)
+    return seconds()
+
+
+@contextlib.contextmanager
+def _timed(device: Any) -> Iterator[Callable[[], float]]:
+    _wait(device)
+    began = time.perf_counter()
+    ended = began
+
+    def seconds() -> float:
+        return ended - began
+
+    try:
+        yield seconds
+    finally:
+        _wait(device)
+        ended = time.perf_counter()
+
+
+def _wait(device: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

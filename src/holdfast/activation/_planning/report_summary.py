@@ -1,0 +1,147 @@
+"""What a plan comes to, in a sentence and four figures. Knows what counts as fitting, not how it
+is shown.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.activation._planning.report import PlanReport
+from holdfast.activation._planning.report_words import (
+    as_share,
+    exactly,
+    in_bytes,
+    in_seconds,
+    more_by_share,
+    plain,
+)
+
+_ROOM: Final = 1.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number that matters: in few digits, exactly, and what to make of it."""
+
+    name: str
+    shown: str
+    exact: str
+    about: str
+
+
+def peak_bytes(report: PlanReport) -> int:
+    """The plan's peak: the measured one, or the predicted if no step was measured."""
+    measured = report.measured_peak_bytes
+    return report.predicted_peak_bytes if measured is None else measured
+
+
+def fits(report: PlanReport) -> bool:
+    return peak_bytes(report) <= report.budget_bytes
+
+
+def budget_in_sight(report: PlanReport) -> bool:
+    """Whether a picture of the peaks has room for the budget: one far above presses them flat."""
+    peak = max(report.before.peak_bytes, report.save_all_peak_bytes, peak_bytes(report))
+    return report.budget_bytes <= peak * _ROOM
+
+
+def share_of_step(report: PlanReport, extra_s: float) -> float:
+    """Extra seconds as a share of the step that saves everything; 0 if that took no time."""
+    return extra_s / report.step_s if report.step_s > 0 else 0.0
+
+
+def extra_s(report: PlanReport) -> float:
+    """What the plan adds to a step: measured, or predicted if no step was measured."""
+    taken = report.measured_step_s
+    return (report.predicted_step_s if taken is None else taken) - report.step_s
+
+
+def subject(report: PlanReport) -> str:
+    """What was planned for, such as ``12 stages on cpu``."""
+    stages = "1 stage" if len(report.rows) == 1 else f"{len(report.rows)} stages"
+    return f"{stages} on {plain(report.device)}"
+
+
+def verdict(report: PlanReport) -> str:
+    """Whether it fits, and at what cost."""
+    peak, budget = in_bytes(peak_bytes(report)), in_bytes(report.budget_bytes)
+    cost = _cost(report)
+    if fits(report) and report.measured_peak_bytes is not None:
+        return f"It fits: a measured step peaks at {peak}, within the budget of {budget}, {cost}."
+    if fits(report):
+        return (
+            f"It should fit: a step is predicted to peak at {peak}, within the budget of {budget}, "
+            f"{cost}. No step with it was measured."
+        )
+    over = in_bytes(peak_bytes(report) - report.budget_bytes)
+    if report.budget_bytes < report.smallest_bytes:
+        return (
+            f"It does not fit: the budget of {budget} is below the smallest that can be met, "
+            f"{in_bytes(report.smallest_bytes)}, set by {plain(report.what_sets_it)}."
+        )
+    how = "is predicted to peak" if report.measured_peak_bytes is None else "peaks"
+    return f"It does not fit: a step {how} at {peak}, {over} over the budget of {budget}."
+
+
+def figures(report: PlanReport) -> tuple[Figure, ...]:
+    """The peak before and after, the budget, the extra time, the smallest budget possible."""
+    return _peak(report), _budget(report), _time(report), _smallest(report)
+
+
+def closing(report: PlanReport) -> str:
+    """What planning took, and how finely it looked."""
+    steps = f", {report.planning_s / report.step_s:.1f} times a step" if report.step_s > 0 else ""
+    return (
+        f"Planned in {in_seconds(report.planning_s)}{steps}. Bytes were rounded up to slots: a "
+        f"budget larger by {in_bytes(report.rounding_bytes)} admits all that this hid."
+    )
+
+
+def _cost(report: PlanReport) -> str:
+    share = share_of_step(report, extra_s(report))
+    if more_by_share(share) == more_by_share(0):
+        return "and takes no longer"
+    return f"and takes {more_by_share(abs(share))[1:]} {'longer' if share > 0 else 'less time'}"
+
+
+def _peak(report: PlanReport) -> Figure:
+    before, after = report.save_all_peak_bytes, peak_bytes(report)
+    about = f"{as_share(after / before)} of saving everything, " if before > 0 else ""
+    if report.measured_peak_bytes is None:
+        about += "predicted"
+    else:
+        about += f"measured (predicted {in_bytes(report.predicted_peak_bytes)})"
+    return Figure(
+        name="Peak",
+        shown=f"{in_bytes(before)} → {in_bytes(after)}",
+        exact=f"{exactly(before)} → {exactly(after)}",
+        about=about,
+    )
+
+
+def _budget(report: PlanReport) -> Figure:
+    budget, peak = report.budget_bytes, peak_bytes(report)
+    if peak > budget:
+        about = f"missed by {in_bytes(peak - budget)}"
+    else:
+        about = f"{in_bytes(budget - peak)} to spare"
+    return Figure(name="Budget", shown=in_bytes(budget), exact=exactly(budget), about=about)
+
+
+def _time(report: PlanReport) -> Figure:
+    extra = extra_s(report)
+    how = "predicted" if report.measured_step_s is None else "measured"
+    return Figure(
+        name="Extra time",
+        shown=more_by_share(share_of_step(report, extra)),
+        exact=f"{extra:+.6f} s a step",
+        about=f"{in_seconds(report.step_s)} → {in_seconds(report.step_s + extra)} a step, {how}",
+    )
+
+
+def _smallest(report: PlanReport) -> Figure:
+    return Figure(
+        name="Smallest possible",
+        shown=in_bytes(report.smallest_bytes),
+        exact=exactly(report.smallest_bytes),
+        about=f"set by {plain(report.what_sets_it)}",
+    )

@@ -1,0 +1,123 @@
+"""The stages of a model, and the forward that stands in for theirs while they are observed or
+planned. Knows modules; not what is decided for them."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.activation._layers.candidates import named, part_of, repeated
+from holdfast.activation._layers.layer_forward import Arguments, Forward, install, installed, remove
+from holdfast.activation._regions.inputs import leaves
+
+Call = Callable[[str, Any, Forward, Arguments], Any]
+
+
+def stages_of(model: Any, patterns: Sequence[str] | None) -> dict[str, Any]:
+    """The modules that are planned, by name in the order of the model: those that ``patterns``
+    name, or the repeated layers. ``ValueError`` if there are none, or one is taken already."""
+    whole = part_of(model)
+    if patterns is None:
+        parts = repeated(whole, "stages=[...]")
+    elif not isinstance(patterns, list | tuple) or not all(
+        isinstance(each, str) for each in patterns
+    ):
+        raise ValueError(f"stages must be a list of names or patterns, not {patterns!r:.200}")
+    elif not patterns:
+        raise ValueError("stages is empty: leave it out to plan the repeated layers")
+    else:
+        parts = named(whole, patterns, "stages")
+    refuse_taken(model)
+    _refuse_compiled(model, [part.name for part in parts])
+    return {part.name: model.get_submodule(part.name) for part in parts}
+
+
+def refuse_taken(model: Any) -> None:
+    """``ValueError`` if layers of the model have a stand-in already."""
+    for name, module in model.named_modules():
+        stand_in = installed(module)
+        if stand_in is not None and stand_in.owner is not None:
+            raise ValueError(
+                f"layer {name!r} is checkpointed already, by checkpoint_layers or by another plan: "
+                "undo that first"
+            )
+
+
+def _refuse_compiled(model: Any, stages: Sequence[str]) -> None:
+    """``ValueError`` if stages are inside code that ``torch.compile`` made: it would trace what
+    stands in for them. A stage that was compiled by itself, with ``torch.compile(stage)``, is one
+    that stands outside."""
+    for name, module in model.named_modules():
+        wraps = type(module).__name__ == "OptimizedModule"
+        if not wraps and getattr(module, "_compiled_call_impl", None) is None:
+            continue
+        prefix = name and f"{name}."
+        for stage in stages:
+            if stage.startswith(prefix) if stage != name else not wraps:
+                raise ValueError(
+                    f"stage {stage!r} is inside a compiled {type(module).__name__}, where a plan "
+                    "cannot see it. Plan the model before torch.compile, and compile it with the "
+                    "plan applied; or compile its layers one by one"
+                )
+
+
+class Stand:
+    """Stands in for the stages: every call in training goes through ``call``."""
+
+    def __init__(self, call: Call) -> None:
+        self._through = call
+
+    def _call(self, name: str, module: Any, forward: Forward, call: Arguments) -> Any:
+        return self._through(name, module, forward, call)
+
+    def _recomputes(self, name: str) -> bool:
+        del name
+        return False
+
+
+@contextlib.contextmanager
+def standing_in(stages: Mapping[str, Any], call: Call) -> Iterator[None]:
+    """Every stage's forward goes through ``call(name, module, forward, (args, kwargs))``."""
+    stand: Any = Stand(call)
+    # A copy of a model that was checkpointed has stand-ins without an owner: not ours to take.
+    copied = {name: found for name, each in stages.items() if (found := installed(each))}
+    try:
+        for name, module in stages.items():
+            install(module, name, stand)
+        yield
+    finally:
+        for module in stages.values():
+            remove(module, stand)
+        for name, found in copied.items():
+            stages[name].__dict__["forward"] = found
+
+
+def tensors_of(tree: Any) -> list[Any]:
+    return [each for each in leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def numel_of(call: Arguments) -> int:
+    """The size of a call: of the largest tensor it is given that needs gradients, or if none does,
+    of the largest."""
+    tensors = tensors_of(call)
+    of_work = [each.numel() for each in tensors if each.requires_grad]
+    return max(of_work or (each.numel() for each in tensors), default=0)
+
+
+def roots_of(output: Any, given: Arguments) -> list[Any]:
+    """The nodes of a call's own outputs, each once."""
+    passed = {id(each) for each in tensors_of(given)}
+    found = {
+        each.grad_fn: None
+        for each in tensors_of(output)
+        if each.grad_fn is not None and id(each) not in passed
+    }
+    return list(found)
+
+
+def keeping(name: str, module: Any, forward: Forward, call: Arguments) -> Any:
+    """The stage as it is."""
+    del name, module
+    args, kwargs = call
+    return forward(*args, **kwargs)
