@@ -8,10 +8,12 @@ import torch
 import holdfast
 from holdfast import CheckpointError, ErrorKind, RankTimeoutError
 from holdfast.activation import (
+    AppliedPlan,
     CheckpointConfig,
     CheckpointedLayers,
     CheckpointManager,
     CheckpointStrategy,
+    Fallback,
     MemoryStats,
     PeakReport,
     RecomputationEngine,
@@ -229,3 +231,16 @@ def activations(model: Any, x: Any) -> None:
     report = measure_peak(model, x)
     assert_type(report, PeakReport)
     assert_type(report.peak_bytes, int)
+
+
+def plans(model: Any, x: Any) -> None:
+    plan = holdfast.plan(model, x, budget="1.5GiB", loss=lambda output: output.sum())
+    assert_type(plan, holdfast.ActivationPlan)
+    assert_type(plan.budget_bytes, int)
+    assert_type(plan.report(width=80), str)
+    plan.save_html("plan.html")
+    with holdfast.ActivationPlan.from_json(plan.to_json()).applied(model) as applied:
+        assert_type(applied, AppliedPlan)
+        assert_type(applied.fallbacks, tuple[Fallback, ...])
+    moving = holdfast.plan(model, (x,), 0.4, stages=["blocks.*"], tier="disk", folder="scratch")
+    moving.apply(model).undo()

@@ -26,7 +26,7 @@ from holdfast.activation._planning.report_text import text
 from holdfast.activation._planning.report_words import in_bytes, in_seconds, wrapped
 
 MIB = 2**20
-KINDS = {"keep", "recipes", "input", "segment", "disk", "other"}
+KINDS = {"keep", "recipes", "input", "segment", "moved", "other"}
 HOSTILE = '<script>alert("1")</script>&amp;\'x\x1b[31m\x00\ud800\u202eend'
 SHOWN = '<script>alert("1")</script>&amp;\'x\ufffd[31m\ufffd\ufffd\ufffdend'
 
@@ -52,7 +52,7 @@ def step(kept, all_, *, calls=6):
 
 
 def rows_of(choices, all_=10 * MIB):
-    kept = {"keep": all_, "recipes": all_ * 2 // 5, "input": MIB, "disk": 0}
+    kept = {"keep": all_, "recipes": all_ * 2 // 5, "input": MIB, "moved": 0}
     details = {"recipes": "remakes gelu, layer_norm x2", "input": "replays the block"}
     return tuple(
         StageRow(
@@ -127,7 +127,7 @@ REPORTS = {
         budget_bytes=5 * MIB, notes=("The budget is 7 MiB below what any plan reaches.",)
     ),
     "missed": report_of(budget_bytes=13 * MIB),
-    "every choice": report_of(("keep", "recipes", "input", "segment 3-4", "segment 3-4", "disk")),
+    "every choice": report_of(("keep", "recipes", "input", "segment 3-4", "segment 3-4", "moved")),
     "many": report_of(("input",) * 60 + ("recipes",) * 50 + ("keep",) * 10),
     "no curve": report_of(curve=()),
     "no marks": report_of(
@@ -311,7 +311,7 @@ def test_the_table_has_every_row_and_adds_up():
     report = REPORTS["every choice"]
     made = Page.of(report)
     body = made.cells("tbody")
-    assert [row[1] for row in body] == ["keep", "recipes", "input", "segment 3-4", "disk"]
+    assert [row[1] for row in body] == ["keep", "recipes", "input", "segment 3-4", "moved"]
     assert [row[0] for row in body] == [
         "blocks.0", "blocks.1", "blocks.2", "blocks.3\N{NO-BREAK SPACE}… blocks.42 together",
         "blocks.5",

@@ -17,12 +17,14 @@ from holdfast.activation._layers.layer_forward import (
     remove,
 )
 from holdfast.activation._planning.deciding import Action, Decision
-from holdfast.activation._planning.linking import Linked, may_link, run_linked
+from holdfast.activation._planning.linking import Linked, hooked, may_link, run_linked
 from holdfast.activation._planning.profiling import moving
 from holdfast.activation._planning.stages import numel_of, roots_of
 from holdfast.activation._recipes.dropping import Dropping
 
 _log = logging.getLogger("holdfast.activation")
+
+_HOOKED = "keeps its input: other hooks are at work on what autograd saves"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,9 @@ class AppliedPlan:
             now.owed_bytes -= action.spare_bytes
             self._note(name, "keeps only its input, to make up for what a stage before it kept")
             return checkpointed(name, module, forward, call, self._manager)
+        if acting.dropping is not None and action.spare_bytes > 0 and hooked():
+            self._note(name, _HOOKED)
+            return checkpointed(name, module, forward, call, self._manager)
         if action.kind == "input":
             return checkpointed(name, module, forward, call, self._manager)
         if action.kind == "moved" and self._mover is not None:
@@ -139,7 +144,7 @@ class AppliedPlan:
         self, action: Action, name: str, module: Any, forward: Forward, call: Arguments
     ) -> Any:
         if not may_link():
-            self._note(name, "keeps its input: other hooks are at work on what autograd saves")
+            self._note(name, _HOOKED)
             return checkpointed(name, module, forward, call, self._manager)
         now = self._now
         last, now.last = now.last, None

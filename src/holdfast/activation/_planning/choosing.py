@@ -10,6 +10,7 @@ from holdfast.activation._planning.seen import Made, Profile, Recipes, StageProf
 
 _MOST_OPTIONS = 12
 _LEAST_RATIO = 0.5
+_FASTEST_BYTES_A_SECOND = 20e9  # no tier is free, whatever was measured
 
 
 class _Levels:
@@ -146,7 +147,10 @@ def _options(
         yield Option(
             label="moved",
             kept_bytes=min(keep.kept_bytes, levels["moved"].kept(number)),
-            extra_s=profile.extra_s("moved") * seen.saved_bytes / all_bytes,
+            extra_s=max(
+                profile.extra_s("moved") * seen.saved_bytes / all_bytes,
+                seen.saved_bytes / _FASTEST_BYTES_A_SECOND,
+            ),
             backward_bytes=levels["moved"].backward(number),
         )
 

@@ -19,6 +19,7 @@ from holdfast.activation._layers.layer_forward import Arguments, Forward
 from holdfast.activation._planning.schedule import Segment
 from holdfast.activation._planning.stages import tensors_of
 from holdfast.activation._regions.checkpoint import is_traced
+from holdfast.activation._regions.found import version_of
 from holdfast.activation._regions.inputs import Input
 from holdfast.activation._regions.options import RegionOptions
 from holdfast.activation._regions.region import Region
@@ -57,7 +58,16 @@ class Link:
     """The input of one stage in one forward. It owns the regions before it, which do not know it:
     an abandoned graph is freed at once."""
 
-    __slots__ = ("_borrowed", "_passes", "_place", "_region", "held", "is_written", "prior", "stage")
+    __slots__ = (
+        "_borrowed",
+        "_passes",
+        "_place",
+        "_region",
+        "held",
+        "is_written",
+        "prior",
+        "stage",
+    )
 
     def __init__(
         self, stage: int, before: "Linked", place: int, passes: Mapping[int, Pass]
@@ -123,19 +133,20 @@ class Linked:
         """Which of its outputs ``tensor`` is, unchanged."""
         for place, (output, version) in enumerate(self.output):
             alive: Any = output()
-            if alive is tensor and alive._version == version:  # noqa: SLF001 -- torch has no other name for it
+            if alive is tensor and version_of(alive) == version:
                 return place
         return None
 
 
+def hooked() -> bool:
+    """Whether somebody else's hooks are at work on what autograd saves: another checkpoint's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: SLF001 -- torch has no other name for it
+
+
 def may_link() -> bool:
-    """Whether regions can be linked here: nobody else's hooks are at work on what autograd saves,
-    and tensors are what they seem."""
-    return not (
-        torch.compiler.is_compiling()
-        or is_traced()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: SLF001 -- torch has no other name for it
-    )
+    """Whether regions can be linked here: nobody else's hooks are at work, and tensors are what
+    they seem."""
+    return not (torch.compiler.is_compiling() or is_traced() or hooked())
 
 
 def run_linked(
@@ -159,12 +170,12 @@ def run_linked(
     output = region.forward(nullcontext(), args, kwargs)
     if link is not None:
         link.is_written = _versions(call) != versions
-    made = tuple((weakref.ref(each), each._version) for each in tensors_of(output))  # noqa: SLF001 -- as above
+    made = tuple((weakref.ref(each), version_of(each)) for each in tensors_of(output))
     return output, Linked(region, link, made)
 
 
 def _versions(call: Arguments) -> tuple[int, ...]:
-    return tuple(each._version for each in tensors_of(call))  # noqa: SLF001 -- as above
+    return tuple(map(version_of, tensors_of(call)))
 
 
 def _linked(region: Region, stage: int, before: Linked, passes: Mapping[int, Pass]) -> Link | None:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast.activation._layers.layer_forward import installed
 from holdfast.activation._planning.sampling import Sample
 from holdfast.activation._regions.inputs import leaves
 from holdfast.activation._regions.reach import reach
@@ -21,6 +22,8 @@ def preserved(model: Any, sample: Sample) -> Iterator[None]:
     buffers = [(each, _copy(each.tensor)) for each in found.buffers]
     accelerators = {each.device for each in weights if each.device.type not in {"cpu", "meta"}}
     stood = marks(default_streams(accelerators))
+    # A copy of a checkpointed model has stand-ins of its own, which give way to those of a plan.
+    copied = [(each, had) for each in model.modules() if (had := installed(each))]
     try:
         yield
     finally:
@@ -30,6 +33,8 @@ def preserved(model: Any, sample: Sample) -> Iterator[None]:
         for buffer, values in buffers:
             buffer.owner[buffer.key] = buffer.tensor
             _give_back(buffer.tensor, values)
+        for module, stand_in in copied:
+            module.__dict__["forward"] = stand_in
         for mark in stood:
             mark.stream.write(mark.state)
 

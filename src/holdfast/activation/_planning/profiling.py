@@ -147,9 +147,12 @@ def _mark_backward(output: Any, mark: Marker, number: int) -> None:
 def _order(model: Any, sample: Sample, modules: Mapping[str, Any]) -> list[str]:
     """The stages in the order they run, from one step that also allocates the gradients."""
     ran: list[str] = []
+    again: set[str] = set()
 
     def call(name: str, module: Any, forward: Forward, given: Arguments) -> Any:
         ran.append(name)
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 -- in backward: there is no other name
+            again.add(name)
         return keeping(name, module, forward, given)
 
     try:
@@ -162,7 +165,13 @@ def _order(model: Any, sample: Sample, modules: Mapping[str, Any]) -> list[str]:
             "raised by the model on the sample given to holdfast.plan; the model is as it was"
         )
         raise
-    once = [name for name in dict.fromkeys(ran) if ran.count(name) == 1]
+    once = [name for name in dict.fromkeys(ran) if ran.count(name) == 1 and name not in again]
+    if again and not once:
+        raise PlanError(
+            f"stages are run again in backward, {min(again)!r} among them: the model is "
+            "checkpointed already. Switch that off, as with gradient_checkpointing_disable() in "
+            "transformers, and let the plan decide what is run again"
+        )
     if not once:
         raise PlanError(
             "no stage of the model ran exactly once in a training step on the sample: is the model "

@@ -34,7 +34,7 @@ class Timeline:
 class StageRow:
     """What becomes of a stage.
 
-    ``choice``: ``"keep"``, ``"recipes"``, ``"input"``, ``"disk"``, or ``"segment 3-5"`` for each
+    ``choice``: ``"keep"``, ``"recipes"``, ``"input"``, ``"moved"``, or ``"segment 3-5"`` for each
     stage of a segment. ``kept_bytes`` is what is alive of it between its forward and its backward,
     ``kept_all_bytes`` what would be if it dropped nothing. ``detail``, in words, may be empty.
     """

@@ -7,7 +7,7 @@ from typing import Literal
 
 from holdfast.activation._planning.report import StageRow
 
-Kind = Literal["keep", "recipes", "input", "segment", "disk", "other"]
+Kind = Literal["keep", "recipes", "input", "segment", "moved", "other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Fold:
 def kind_of(choice: str) -> Kind:
     """The kind of a choice, without which stages a segment has."""
     match choice.split(" ", 1)[0]:
-        case "keep" | "recipes" | "input" | "segment" | "disk" as kind:
+        case "keep" | "recipes" | "input" | "segment" | "moved" as kind:
             return kind
         case _:
             return "other"

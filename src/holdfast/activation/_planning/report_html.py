@@ -42,7 +42,7 @@ _MEANINGS: Final = {
     "recipes": "drops some tensors, remakes each by its own op",
     "input": "keeps its input, runs again in backward",
     "segment": "several keep one input, run again in backward",
-    "disk": "keeps on disk",
+    "moved": "keeps what it saves on disk or in host memory",
     "other": "otherwise",
 }
 

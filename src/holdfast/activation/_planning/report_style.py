@@ -5,10 +5,10 @@ from typing import Final
 STYLE: Final = """
 :root{color-scheme:light dark;--page:#f7f7f5;--card:#fff;--ink:#1b1e23;--dim:#5d6570;--rule:#e2e4e8;
 --band:#f0f1f3;--before:#8b95a3;--after:#0d7a70;--budget:#b93a0b;--good:#0b7a43;--bad:#b42318;
---keep:#9aa5b4;--recipes:#2f6fe4;--input:#d98a06;--segment:#8250df;--disk:#c0399b;--other:#6b7280}
+--keep:#9aa5b4;--recipes:#2f6fe4;--input:#d98a06;--segment:#8250df;--moved:#c0399b;--other:#6b7280}
 @media (prefers-color-scheme:dark){:root{--page:#121417;--card:#1a1d21;--ink:#e7e9ec;--dim:#9aa3ae;
 --rule:#2d3239;--band:#22262b;--before:#7d8794;--after:#35cdbb;--budget:#ff9257;--good:#4ac585;
---bad:#ff8478;--keep:#5f6b7a;--recipes:#6ba1ff;--input:#f0b440;--segment:#b394f5;--disk:#f07fd0;
+--bad:#ff8478;--keep:#5f6b7a;--recipes:#6ba1ff;--input:#f0b440;--segment:#b394f5;--moved:#f07fd0;
 --other:#8a93a0}}
 *,::before{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,
@@ -36,7 +36,7 @@ font-size:13px;color:var(--dim)}
 margin-right:6px;background:var(--other)}
 .mark.keep::before{background:var(--keep)}.mark.recipes::before{background:var(--recipes)}
 .mark.input::before{background:var(--input)}.mark.segment::before{background:var(--segment)}
-.mark.disk::before{background:var(--disk)}
+.mark.moved::before{background:var(--moved)}
 .key .mark{padding-left:17px;text-indent:-17px}
 .mark.point::before{border-radius:6px;border:2px solid var(--dim);background:var(--dim)}
 .mark.chosen::before{border-color:var(--after);background:var(--after)}
@@ -53,7 +53,7 @@ text{font-size:12px;fill:var(--dim)}
 .line.budget{stroke:var(--budget);stroke-dasharray:6 4}
 .line.predicted{stroke:var(--after);stroke-dasharray:2 4}
 .choice{fill:var(--other)}.choice.keep{fill:var(--keep)}.choice.recipes{fill:var(--recipes)}
-.choice.input{fill:var(--input)}.choice.segment{fill:var(--segment)}.choice.disk{fill:var(--disk)}
+.choice.input{fill:var(--input)}.choice.segment{fill:var(--segment)}.choice.moved{fill:var(--moved)}
 .stage{font-size:11px}
 .spot{fill:transparent}.spot:hover{fill:var(--ink);opacity:.08}
 .unreachable{fill:var(--band)}

@@ -28,7 +28,7 @@ def report_of(
     step_s, planned_s = times
     floor, what_sets_it = smallest(chain)
     notes = []
-    if solution.extra_s == 0:
+    if not any(choice != 0 for choice in solution.schedule.choices):
         notes.append("Keeping everything fits the budget: the plan changes nothing.")
     return PlanReport(
         model=model,

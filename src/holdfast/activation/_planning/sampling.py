@@ -31,7 +31,12 @@ class Sample:
 
     def forward(self, model: Any) -> Any:
         """The loss."""
-        return self._loss(model(*self.args, **self.kwargs))
+        # Loops enter autocast for each forward, and leave it before backward: with the casts that a
+        # caller's autocast keeps from step to step, the steps here would take less than theirs.
+        torch.clear_autocast_cache()
+        loss = self._loss(model(*self.args, **self.kwargs))
+        torch.clear_autocast_cache()
+        return loss
 
     def step(self, model: Any) -> None:
         self.forward(model).backward()

@@ -45,20 +45,17 @@ def refuse_taken(model: Any) -> None:
 
 
 def _refuse_compiled(model: Any, stages: Sequence[str]) -> None:
-    """``ValueError`` if stages are inside code that ``torch.compile`` made: it would trace what
-    stands in for them. A stage that was compiled by itself, with ``torch.compile(stage)``, is one
-    that stands outside."""
+    """``ValueError`` if stages are code that ``torch.compile`` made, or inside it: what stands in
+    for them would be traced, and what they save is not what was measured."""
     for name, module in model.named_modules():
         wraps = type(module).__name__ == "OptimizedModule"
         if not wraps and getattr(module, "_compiled_call_impl", None) is None:
             continue
-        prefix = name and f"{name}."
         for stage in stages:
-            if stage.startswith(prefix) if stage != name else not wraps:
+            if stage == name or stage.startswith(name and f"{name}."):
                 raise ValueError(
-                    f"stage {stage!r} is inside a compiled {type(module).__name__}, where a plan "
-                    "cannot see it. Plan the model before torch.compile, and compile it with the "
-                    "plan applied; or compile its layers one by one"
+                    f"stage {stage!r} is compiled: plan the model before torch.compile, and "
+                    "compile it with the plan applied"
                 )
 
 
@@ -80,8 +77,6 @@ class Stand:
 def standing_in(stages: Mapping[str, Any], call: Call) -> Iterator[None]:
     """Every stage's forward goes through ``call(name, module, forward, (args, kwargs))``."""
     stand: Any = Stand(call)
-    # A copy of a model that was checkpointed has stand-ins without an owner: not ours to take.
-    copied = {name: found for name, each in stages.items() if (found := installed(each))}
     try:
         for name, module in stages.items():
             install(module, name, stand)
@@ -89,8 +84,6 @@ def standing_in(stages: Mapping[str, Any], call: Call) -> Iterator[None]:
     finally:
         for module in stages.values():
             remove(module, stand)
-        for name, found in copied.items():
-            stages[name].__dict__["forward"] = found
 
 
 def tensors_of(tree: Any) -> list[Any]:

@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+# Asked for one by one: torch.get_float32_matmul_precision() raises where they differ.
+_PRECISE = [("mkldnn", "matmul"), ("mkldnn", "conv")]
+if torch.version.cuda is not None:
+    _PRECISE += [("cuda", "matmul"), ("cuda", "conv")]
 _tiny = 2.0**-1022  # the half of it is there only if numbers that small are not taken for 0
 
 
@@ -19,7 +23,7 @@ class Arithmetic(NamedTuple):
 
     threads: int
     onednn: bool
-    matmul_precision: str
+    precisions: tuple[str, ...]
     deterministic: bool
     flushes: bool
 
@@ -29,7 +33,7 @@ def arithmetic() -> Arithmetic:
     return Arithmetic(
         torch.get_num_threads(),
         torch._C._get_mkldnn_enabled(),  # noqa: SLF001 -- torch.backends.mkldnn.enabled, 20 x faster
-        torch.get_float32_matmul_precision(),
+        tuple([torch._C._get_fp32_precision_getter(*each) for each in _PRECISE]),  # noqa: SLF001 -- torch.backends.mkldnn.matmul.fp32_precision, faster
         torch.are_deterministic_algorithms_enabled(),
         _tiny * 0.5 == 0.0,
     )
@@ -45,9 +49,13 @@ def restored(then: Arithmetic, now: Arithmetic) -> Iterator[None]:
         if now.onednn != then.onednn:
             stack.callback(torch._C._set_mkldnn_enabled, now.onednn)  # noqa: SLF001 -- as above
             torch._C._set_mkldnn_enabled(then.onednn)  # noqa: SLF001 -- as above
-        if now.matmul_precision != then.matmul_precision:
-            stack.callback(torch.set_float32_matmul_precision, now.matmul_precision)
-            torch.set_float32_matmul_precision(then.matmul_precision)
+        for (library, what), was, is_now in zip(
+            _PRECISE, then.precisions, now.precisions, strict=True
+        ):
+            if is_now != was:
+                set_precision = torch._C._set_fp32_precision_setter  # noqa: SLF001 -- as above
+                stack.callback(set_precision, library, what, is_now)
+                set_precision(library, what, was)
         if now.deterministic != then.deterministic:
             warns = torch.is_deterministic_algorithms_warn_only_enabled()
             stack.callback(torch.use_deterministic_algorithms, now.deterministic, warn_only=warns)

@@ -165,6 +165,17 @@ def _mask(storage: _Storage) -> Item | None:
     )
 
 
+def _settings(recipe: Recipe, node: Any) -> tuple[bool, float | None]:
+    """Whether a node tells enough to run its operation again, and what was found besides."""
+    try:
+        if recipe.settings(node) is None:
+            return False, None
+        found = None if recipe.found is None else recipe.found(node)
+    except AttributeError:  # another torch, whose node names it otherwise
+        return False, None
+    return recipe.found is None or found is not None, found
+
+
 def _label(kind: str) -> str:
     return kind.partition("Backward")[0]
 
@@ -193,13 +204,9 @@ class _Program:
             return None
         step = self._made.get(edge.node)
         if step is None:
-            found = None
-            if recipe.settings(entry.node) is None:
+            is_told, found = _settings(recipe, entry.node)
+            if not is_told:
                 return None
-            if recipe.found is not None:
-                found = recipe.found(entry.node)
-                if found is None:
-                    return None
             # Only reshape makes an unsafe view, of a copy that is contiguous, as the recipe's is.
             is_base = recipe.is_view and (is_base or entry.kind == "UnsafeViewBackward0")
             sources = self._sources(edge.node, recipe, depth, is_base=is_base)

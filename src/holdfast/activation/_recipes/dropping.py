@@ -1,12 +1,13 @@
-"""Drops saved tensors from a call's graph, so that they are made again when backward asks. Knows what
-to drop; does not choose it.
+"""Drops saved tensors from a call's graph, so that they are made again when backward asks. Knows
+what to drop; does not choose it.
 
 Every call of a stage builds a new graph; one that did something else than the graph the drops were
 made for keeps everything. Tensors that are kept have no hooks and cost nothing.
 
-What no graph shows, and so must not be done to a tensor of the stage between the operation that made
-it and its use: writing to it through ``.data``, through NumPy, or under ``no_grad`` where an operation
-of the stage could have been the one that wrote.
+What no graph shows, and so must not be done to a tensor of the stage between the operation that
+made it and its use: writing to it through ``.data``, through NumPy, or under ``no_grad`` where an
+operation of the stage could have been the one that wrote; and writing to a parameter, within the
+call, after its use.
 """
 
 import functools
@@ -15,8 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from holdfast.activation._recipes.bits import same_bits
 from holdfast.activation._recipes.drops import Drops
@@ -47,7 +46,7 @@ class Dropping:
         """Drop from the graph whose outputs have ``roots`` for nodes. ``False``, with nothing
         dropped, if it is not a graph the drops were made for, or somebody else's hooks are at work
         on what autograd saves."""
-        nodes = None if _hooked() else self._follow(roots)
+        nodes = self._follow(roots)
         if nodes is None:
             return False
         call = Call(self._stage)
@@ -96,10 +95,6 @@ class Dropping:
                     return None
                 nodes.append(node)
         return nodes if self._expected.holds(nodes, seen) else None
-
-
-def _hooked() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: SLF001 -- torch has no other name for it
 
 
 def _tensors(nodes: Sequence[Any], places: Sequence[Place]) -> list[Any]:

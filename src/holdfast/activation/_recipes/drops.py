@@ -1,5 +1,5 @@
-"""A choice of saved tensors to drop from the graph of a stage, whichever call built it. Pure values,
-which go through JSON: a plan may be applied in another process.
+"""A choice of saved tensors to drop from the graph of a stage, whichever call built it. Pure
+values, which go through JSON: a plan may be applied in another process.
 
 The nodes that matter are found by the way that leads to them from the outputs, and their kinds
 compared on the way.
@@ -108,13 +108,7 @@ def drops_of(graph: CallGraph, items: Sequence[Item]) -> Drops:
 def chosen(drops: Drops, numbers: Iterable[int]) -> Drops:
     """Only those of ``drops`` that ``numbers`` name, and only the ways that lead to them."""
     kept = tuple(drops.drops[number] for number in sorted(numbers))
-    needed = {place.node for drop in kept for place in drop.holders}
-    for drop in kept:
-        for operation in drop.operations:
-            needed.add(operation.node)
-            needed.update(each.number for each in operation.sources if each.kind in _OF_NODES)
-        needed.update(drop.watched)
-        needed.update(drop.expects.nodes())
+    needed = set().union(*map(_nodes_of, kept))
     came_from: dict[int, tuple[int, int, str]] = {}
     count = len(drops.roots)
     for way in drops.ways:
@@ -148,6 +142,15 @@ def chosen(drops: Drops, numbers: Iterable[int]) -> Drops:
             drops=tuple(_renumbered(drop, renumbered) for drop in kept),
         )
     )
+
+
+def _nodes_of(drop: Drop) -> set[int]:
+    """The nodes that a drop is about."""
+    found = drop.expects.nodes() | {place.node for place in drop.holders} | set(drop.watched)
+    for operation in drop.operations:
+        found.add(operation.node)
+        found.update(each.number for each in operation.sources if each.kind in _OF_NODES)
+    return found
 
 
 def _renumbered(drop: Drop, numbers: dict[int, int]) -> Drop:

@@ -1,9 +1,9 @@
 """What must be so in a graph for a drop to be right in it. Knows the graph of one call and how to
 look at another's; runs nothing.
 
-Kinds alone do not tell: a call that took the other of two tensors of the same kind builds a graph of
-the same kinds. So every edge that a program follows is compared, and every tensor that it takes for
-the value of an edge, or that it makes, must still be that value.
+Kinds alone do not tell: a call that took the other of two tensors of the same kind builds a graph
+of the same kinds. So every edge that a program follows is compared, and every tensor that it takes
+for the value of an edge, or that it makes, must still be that value.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What a node saved under a name: an output of node ``made_by``, if that is to be compared; or
-    nothing. It can be dropped at a ``version``; without one it is only read."""
+    nothing. It is taken from the node at a ``version``; without one it is only read there."""
 
     node: int
     name: str
@@ -80,7 +80,7 @@ class Expected:
             elif node is not nodes[link.above] or output != link.output:
                 return False
         for saved in self.saved:
-            look = _is_there if saved.version is None else _can_be_dropped
+            look = _is_there if saved.version is None else _can_be_taken
             if not look(saved, nodes[saved.node], nodes):
                 return False
         return True
@@ -119,7 +119,8 @@ def expected(graph: CallGraph, item: Item) -> Expected:
             arg = None if recipe.variadic else recipe.args[number]
             edge = number if arg is None else arg.edge
             if isinstance(source, Own):
-                saved.append(_saved(graph, source.place))
+                tensor = graph.saved(source.place.node)[source.place.name]
+                saved.append(_saved(graph, source.place, version=tensor._version))  # noqa: SLF001 -- its public name
                 continue
             if isinstance(source, Place):
                 is_own = source.node == step.node
@@ -159,7 +160,7 @@ def _is_there(saved: Saved, node: Any, nodes: Sequence[Any]) -> bool:
     return _is_made_by(saved, tensor, nodes)
 
 
-def _can_be_dropped(saved: Saved, node: Any, nodes: Sequence[Any]) -> bool:
+def _can_be_taken(saved: Saved, node: Any, nodes: Sequence[Any]) -> bool:
     handle = saved_handle(node, saved.name)
     tensor = handle.data
     if type(tensor) not in _PLAIN or handle.unpack_hook is not None:

@@ -72,7 +72,8 @@ class CallGraph:
 
     def is_none(self, number: int, name: str) -> bool:
         """Whether a node saved nothing under a name that its kind has."""
-        return saved_handle(self.nodes[number].node, name).data is None
+        handle = getattr(self.nodes[number].node, _RAW + name, None)
+        return handle is not None and handle.data is None
 
     def producer(self, tensor: Any) -> Edge | None:
         """Which output of which node a tensor is, if that is in the graph."""

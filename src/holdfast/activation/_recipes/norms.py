@@ -1,9 +1,9 @@
 """Recipes of normalisations and softmaxes. Knows which statistics their nodes keep.
 
-A layer norm's epsilon is not in its node. It is looked for among those that people use, and whatever
-is taken must give the mean and the deviation that the node kept, to the last bit: the result is made
-from these alone. Where they were rounded more than the arithmetic was (bfloat16 throughout, on a
-CPU), that says nothing and the output is kept.
+A layer norm's epsilon is not in its node. It is looked for among those that people use, and
+whatever is taken must give the mean and the deviation that the node kept, to the last bit: the
+result is made from these alone. Where they were rounded more than the arithmetic was (bfloat16
+throughout, on a CPU), that says nothing and the output is kept.
 """
 
 from typing import Any, Final
@@ -36,7 +36,7 @@ def _layer_norm_settings(node: Any) -> tuple[Any, ...] | None:
     return (setting(node, "normalized_shape"),)
 
 
-def _layer_norm(
+def _layer_norm(  # noqa: PLR0917 -- as a recipe is run
     given: Any, weight: Any, bias: Any, mean: Any, deviation: Any, shape: Any, likely: float
 ) -> Any:
     for epsilon in (likely, *_EPSILONS):
@@ -75,7 +75,7 @@ def _batch_norm_settings(node: Any) -> tuple[Any, ...] | None:
     return mean.clone(), variance.clone(), False, epsilon
 
 
-def _batch_norm(
+def _batch_norm(  # noqa: PLR0917 -- as a recipe is run
     given: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, epsilon: float
 ) -> Any:
     return torch.native_batch_norm(given, weight, bias, mean, variance, training, 0.0, epsilon)[0]

@@ -1,5 +1,5 @@
-"""One storage of one call, dropped: what it is made from, and how. Knows the nodes of that call, not
-which of its storages are dropped or why.
+"""One storage of one call, dropped: what it is made from, and how. Knows the nodes of that call,
+not which of its storages are dropped or why.
 
 What comes out must fit where it came from: the same size, strides and dtype as what autograd saved,
 or backward fails with an error. Bits are not compared here: they were when the drops were tried.

@@ -25,7 +25,7 @@ class Seen:
                     self.by_value.setdefault(made, []).append(place)
 
     def producer(self, place: Place) -> Edge | None:
-        """What made a saved tensor; also an output without a gradient, by the node that saved it."""
+        """What made a saved tensor; also one without a gradient, if the node that saved it did."""
         tensor = self.tensors[place]
         if tensor.grad_fn is not None:
             return self.graph.producer(tensor)

@@ -1,8 +1,8 @@
 """Recipes of matrix products, convolutions, attention and reductions: what adds many numbers up.
 Knows which of their tensors are where.
 
-Their last bits depend on how the work is split: on threads and on the library that is used. Both are
-as they were when a tensor is made again.
+Their last bits depend on how the work is split: on threads and on the library that is used. Both
+are as they were when a tensor is made again.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,9 @@ def _attention_settings(node: Any) -> tuple[Any, ...] | None:
     return setting(node, "is_causal"), setting(node, "scale")
 
 
-def _attention(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any) -> Any:
+def _attention(  # noqa: PLR0917 -- as a recipe is run
+    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any
+) -> Any:
     return aten._scaled_dot_product_flash_attention_for_cpu.default(  # noqa: SLF001 -- what it is called
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )

@@ -1,9 +1,9 @@
-"""The operations whose outputs can be made again, by the names of their autograd nodes. Each entry is
-exact, bit for bit, or it is not here.
+"""The operations whose outputs can be made again, by the names of their autograd nodes. Each entry
+is exact, bit for bit, or it is not here.
 
 A node tells what it saved and the operation's settings; a tensor it did not save comes by an edge.
-What a node lacks (a number that was added, the epsilon of a layer norm) is looked for where that can
-be checked, and otherwise the output is kept.
+What a node lacks (a number that was added, the epsilon of a layer norm) is looked for where that
+can be checked, and otherwise the output is kept.
 """
 
 from typing import Final

@@ -1,8 +1,8 @@
 """Recipes of operations that only look at the same memory in another way. Knows no arithmetic.
 
-Left out: ``as_strided``, which sees the memory and not the values, so that it would be wrong where a
-tensor is made again in another layout. Views whose base was written to in place have nodes that are
-in no table.
+Left out: ``as_strided``, which sees the memory and not the values, so that it would be wrong where
+a tensor is made again in another layout. Views whose base was written to in place have nodes that
+are in no table.
 """
 
 from collections.abc import Callable
