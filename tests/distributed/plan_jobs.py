@@ -320,3 +320,23 @@ def refused(rank, kind, budgets, *, samples=(6, 6), stages=(None, None)):
     except (BudgetError, PlanError) as error:
         problem = type(error).__name__, str(error)
     return problem, differing(expected, told(net, given))
+
+
+def unsynced(rank):
+    """Planned while FSDP keeps gradients to itself: what is told, and the gradients in the end."""
+    found = []
+    problem = ""
+    for tries in (False, True):
+        net = made("fsdp")
+        torch.manual_seed(3)
+        net.set_requires_gradient_sync(False)
+        _step(net, batch(seed=1))
+        try:
+            if tries:
+                holdfast.plan(net, batch(), "60%")
+        except PlanError as error:
+            problem = str(error)
+        net.set_requires_gradient_sync(True)
+        _step(net, batch(seed=2))
+        found.append({name: whole(each.grad) for name, each in net.named_parameters()})
+    return problem, differing(*found)

@@ -165,3 +165,9 @@ def test_ranks_that_name_other_stages_are_refused(gang):
         "rank 1 ran other stages than rank 0: ['module.blocks.2', 'module.blocks.3']" in problem[1]
     )
     assert left == []
+
+
+def test_gradients_that_fsdp_keeps_to_itself_are_not_added_to(gang):
+    for problem, left in gang.run(jobs.unsynced):
+        assert "FSDP does not exchange the gradients of 'the model' now" in problem
+        assert left == []

@@ -31,6 +31,12 @@ KIB = 1024
 
 
 @pytest.fixture(autouse=True)
+def planned(model, name):
+    module = model.get_submodule(name)
+    count = sum(each.numel() for each in module.parameters())
+    return PlannedStage(name=name, kind=type(module).__name__, parameters=count, recipes=None)
+
+
 def _one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -134,10 +140,7 @@ def following(model, schedule):
     """The plan of a schedule, at work on the model's blocks."""
     names = [f"blocks.{number}" for number in range(len(model.blocks))]
     decision = Decision(
-        stages=tuple(
-            PlannedStage(name=name, kind=type(model.get_submodule(name)).__name__, recipes=None)
-            for name in names
-        ),
+        stages=tuple(planned(model, name) for name in names),
         chain=Chain(
             stages=tuple(stage(name, linked=name != names[0]) for name in names),
             base_bytes=0,

@@ -255,7 +255,8 @@ def decision(schedule, of=None, *, solved=300 * KIB, numel=1000):
     of = of or chain()
     return Decision(
         stages=tuple(
-            PlannedStage(name=each.name, kind="Block", recipes=MADE) for each in of.stages
+            PlannedStage(name=each.name, kind="Block", parameters=1, recipes=MADE)
+            for each in of.stages
         ),
         chain=of,
         schedule=schedule,
@@ -367,7 +368,7 @@ def test_any_size_can_be_decided_for(bucket):
         {"schedule": replace(MIXED, segments=(replace(PAIR, steps=PAIR.steps[:-1]),))},
         {"schedule": replace(MIXED, segments=(replace(PAIR, last=7),))},
         {"stages": ()},
-        {"stages": (PlannedStage(name="other", kind="Block", recipes=MADE),) * 4},
+        {"stages": (PlannedStage(name="other", kind="Block", parameters=1, recipes=MADE),) * 4},
         {"stages": tuple(replace(each, recipes=None) for each in decision(MIXED).stages)},
         {"stages": tuple(replace(each, recipes=recipes()) for each in decision(MIXED).stages)},
     ],

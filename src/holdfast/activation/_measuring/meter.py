@@ -158,12 +158,14 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
 
     def survey(self) -> None:
         """Get to know what is there already."""
-        if not any(isinstance(mode, _Meter) for mode in _get_current_dispatch_mode_stack()):
-            gc.collect()  # garbage of before, freed by chance during the call, would hide a peak
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- torch has no other name for it
-            for seen in _visible():
-                for storage in _storages_in(seen):
-                    self._look(storage, resident=True)
+        self.know(residents())
+
+    def know(self, there: Iterable[weakref.ref[Any]]) -> None:
+        """Get to know what was there at the start, as far as it still is."""
+        for reference in there:
+            storage = reference()
+            if storage is not None:
+                self._look(storage, resident=True)
 
     def settle(self) -> None:
         """Bring the level up to date."""
@@ -244,6 +246,15 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
         for storage in changed:
             self._look(storage)
         self._unchecked = 0
+
+
+def residents() -> list[weakref.ref[Any]]:
+    """Every storage that Python can see, weakly. First garbage is collected: of before, freed by
+    chance during a call, it would hide a peak."""
+    if not any(isinstance(mode, _Meter) for mode in _get_current_dispatch_mode_stack()):
+        gc.collect()
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- torch has no other name for it
+        return [weakref.ref(storage) for seen in _visible() for storage in _storages_in(seen)]
 
 
 class LevelMeter(_Meter):

@@ -6,13 +6,14 @@ peak between two of them.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from holdfast.activation._measuring.meter import LevelMeter
+from holdfast.activation._measuring.meter import LevelMeter, residents
 
 What = tuple[str, int] | str
 """What a mark is: an event and whose, or just an event."""
@@ -47,10 +48,13 @@ END = "end"
 Marker = Callable[[What], None]
 
 
-def record_course(call: Callable[[Marker], object], device: Any) -> Course:
-    """Run ``call(mark)``; each ``mark(what)`` ends a stretch."""
+def record_course(
+    call: Callable[[Marker], object], device: Any, there: Iterable[weakref.ref[Any]] | None = None
+) -> Course:
+    """Run ``call(mark)``; each ``mark(what)`` ends a stretch. ``there`` is what ``residents`` found
+    before, if that was not long ago: looking around takes its time."""
     found: list[Stretch] = []
-    with _on_cuda(device) if device.type == "cuda" else _on_cpu() as (read, levels):
+    with _on_cuda(device) if device.type == "cuda" else _on_cpu(there) as (read, levels):
 
         def mark(what: What) -> None:
             peak, level = read()
@@ -67,9 +71,9 @@ Reading = tuple[Callable[[], tuple[int, int]], list[int]]
 
 
 @contextlib.contextmanager
-def _on_cpu() -> Iterator[Reading]:
+def _on_cpu(there: Iterable[weakref.ref[Any]] | None) -> Iterator[Reading]:
     meter = LevelMeter()
-    meter.survey()
+    meter.know(residents() if there is None else there)
     levels = meter.levels
     seen = 0
 

@@ -22,10 +22,11 @@ _BUCKET = 1.125
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """A stage by name and class, and what can be dropped of it."""
+    """A stage by name, class and the number of its parameters, and what can be dropped of it."""
 
     name: str
     kind: str
+    parameters: int
     recipes: Recipes | None
 
 

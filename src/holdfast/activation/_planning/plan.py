@@ -16,7 +16,7 @@ from holdfast.activation._planning.deciding import Decision
 from holdfast.activation._planning.report import PlanReport
 from holdfast.activation._planning.report_html import page
 from holdfast.activation._planning.report_text import text
-from holdfast.activation._planning.stages import refuse_taken
+from holdfast.activation._planning.stages import parameters_of, refuse_taken
 from holdfast.errors import PlanError
 
 VERSION = 1
@@ -113,6 +113,12 @@ class ActivationPlan:
             if kind != stage.kind:
                 raise PlanError(
                     f"{here}: {stage.name!r} is a {kind} there and a {stage.kind} in the plan"
+                )
+            count = parameters_of(module)
+            if count != stage.parameters:
+                raise PlanError(
+                    f"{here}: {stage.name!r} has {count:,} parameters there and "
+                    f"{stage.parameters:,} in the plan"
                 )
             found[stage.name] = module
         try:

@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from holdfast import _checks
 from holdfast.activation._keeping.manager import CheckpointManager
+from holdfast.activation._measuring.meter import residents
 from holdfast.activation._measuring.stretches import Course
 from holdfast.activation._planning.agreeing import agreed, gathered, reconcile
 from holdfast.activation._planning.applying import AppliedPlan
@@ -30,7 +31,7 @@ from holdfast.activation._planning.reporting import report_of
 from holdfast.activation._planning.sampling import Sample
 from holdfast.activation._planning.schedule import Infeasible, Schedule
 from holdfast.activation._planning.solving import Solution, solve
-from holdfast.activation._planning.stages import stages_of
+from holdfast.activation._planning.stages import parameters_of, stages_of
 from holdfast.errors import BudgetError, PlanError
 
 _log = logging.getLogger("holdfast.activation")
@@ -179,13 +180,19 @@ class Trial:
         self._stages, self.chain, self._kept, self._input_numel = agreed(
             self.seen.kept.peak_bytes,
             tuple(
-                PlannedStage(name=each.name, kind=each.kind, recipes=each.recipes)
+                PlannedStage(
+                    name=each.name,
+                    kind=each.kind,
+                    parameters=parameters_of(modules[each.name]),
+                    recipes=each.recipes,
+                )
                 for each in self.seen.stages
             ),
             chain_of(self.seen),
             self.seen.kept,
             self.seen.stages[0].input_numel,
         )
+        self._there = residents()
         self.everything_bytes: int = self._kept.peak_bytes
 
     def find(self, limit: int, solving: Solving) -> Found:
@@ -262,4 +269,11 @@ class Trial:
 
     def _course(self, solution: Solution, solved_bytes: int) -> Course:
         following = AppliedPlan(self.decision(solution, solved_bytes))
-        return course_of(self._model, self._sample, self._modules, following.run, self._device)
+        return course_of(
+            self._model,
+            self._sample,
+            self._modules,
+            following.run,
+            self._device,
+            there=self._there,
+        )

@@ -10,12 +10,14 @@ from holdfast.activation._planning.sampling import Sample
 from holdfast.activation._regions.inputs import leaves
 from holdfast.activation._regions.reach import reach
 from holdfast.activation._regions.streams import default_streams, marks
+from holdfast.errors import PlanError
 
 
 @contextlib.contextmanager
 def preserved(model: Any, sample: Sample) -> Iterator[None]:
     """Give gradients, buffers and random streams back as they were: the same tensors, with the same
-    values."""
+    values. ``PlanError`` if there are gradients that cannot be."""
+    _refuse_hidden_gradients(model)
     found = reach(sample.loss, leaves((sample.args, sample.kwargs)), (model,))
     weights = [each.tensor for each in found.parameters]
     gradients = [(each, each.grad, _copy(each.grad)) for each in weights if each.is_leaf]
@@ -37,6 +39,20 @@ def preserved(model: Any, sample: Sample) -> Iterator[None]:
             module.__dict__["forward"] = stand_in
         for mark in stood:
             mark.stream.write(mark.state)
+
+
+def _refuse_hidden_gradients(model: Any) -> None:
+    """FSDP adds up gradients where nobody sees them while their exchange is switched off: those of
+    steps that were only tried would be among them."""
+    for name, module in model.named_modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            if not (group.reduce_grads and group.all_reduce_grads):
+                raise PlanError(
+                    f"FSDP does not exchange the gradients of {name or 'the model'!r} now "
+                    "(set_requires_gradient_sync(False)), so steps cannot be tried on it. Plan "
+                    "before that, or switch it on"
+                )
 
 
 def _copy(tensor: Any) -> Any:

@@ -8,13 +8,15 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from holdfast.activation._keeping.manager import CheckpointManager
 from holdfast.activation._layers.layer_forward import Arguments, Forward, checkpointed
+from holdfast.activation._measuring.meter import residents
 from holdfast.activation._measuring.stretches import Course, Marker, record_course
 from holdfast.activation._planning.remakable import look_for_recipes
 from holdfast.activation._planning.replayable import look_for_replays
@@ -65,9 +67,10 @@ def profile(
     tell("timing the step")
     seconds = _times(model, sample, stages, ways | {"kept": _timing(seen, device)}, device)
     courses = {}
+    there = residents()
     for way, run in ways.items():
         tell(f"measuring the memory of a step with every stage {way}")
-        courses[way] = course_of(model, sample, stages, run, device)
+        courses[way] = course_of(model, sample, stages, run, device, there=there)
     return Profile(
         stages=tuple(seen.values()), courses=courses, seconds=seconds, device=str(device)
     )
@@ -79,6 +82,8 @@ def course_of(
     stages: Mapping[str, Any],
     run: Run,
     device: Any,
+    *,
+    there: Sequence[weakref.ref[Any]],
 ) -> Course:
     """The course of one step in which ``run(name, module, forward, call)`` runs each stage. Its
     marks: ``("forward", i)`` where the i-th begins, ``("forwarded", i)`` where it ends, and
@@ -97,7 +102,7 @@ def course_of(
         with standing_in(stages, call):
             sample.step(model)
 
-    return record_course(step, device)
+    return record_course(step, device, there)
 
 
 def moving(

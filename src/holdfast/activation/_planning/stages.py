@@ -86,6 +86,11 @@ def standing_in(stages: Mapping[str, Any], call: Call) -> Iterator[None]:
             remove(module, stand)
 
 
+def parameters_of(module: Any) -> int:
+    """How many numbers a module learns, whether they are sharded or not."""
+    return sum(each.numel() for each in module.parameters())
+
+
 def tensors_of(tree: Any) -> list[Any]:
     return [each for each in leaves(tree) if isinstance(each, torch.Tensor)]
 

@@ -11,7 +11,6 @@ call, after its use.
 """
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from holdfast.activation._recipes.bits import same_bits
 from holdfast.activation._recipes.drops import Drops
 from holdfast.activation._recipes.expecting import together
 from holdfast.activation._recipes.graph import Place, kind_of, saved_handle, saved_value
-from holdfast.activation._recipes.remaking import Call, Dropped, Handle, Program
+from holdfast.activation._recipes.programs import Program
+from holdfast.activation._recipes.remaking import Call, Dropped, Handle
 from holdfast.errors import RecomputationError
 
 
@@ -122,7 +122,7 @@ def _tried(program: Program, nodes: list[Any], call: Call, repeats: int) -> Trie
                 return Tried(0.0, is_exact=False)
     except (RecomputationError, RuntimeError):  # torch has no kernel for it, or no memory
         return Tried(0.0, is_exact=False)
-    return Tried(statistics.median(times), is_exact=True)
+    return Tried(min(times), is_exact=True)
 
 
 def _is_there(tensor: Any) -> bool:

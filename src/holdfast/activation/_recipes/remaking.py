@@ -14,21 +14,12 @@ import torch
 
 from holdfast.activation._recipes.arithmetic import Arithmetic, arithmetic, restored
 from holdfast.activation._recipes.bits import two_values
-from holdfast.activation._recipes.drops import Drop, Source
+from holdfast.activation._recipes.drops import Source
 from holdfast.activation._recipes.graph import Place, saved_handle, saved_value
-from holdfast.activation._recipes.table import RECIPES
+from holdfast.activation._recipes.programs import Program
 from holdfast.activation._regions.changes import changes, steps
 from holdfast.activation._regions.found import as_found
 from holdfast.errors import RecomputationError
-
-# A copy's memory format is not in its node. First the recipe's own.
-_FORMS = (
-    None,
-    torch.contiguous_format,
-    torch.preserve_format,
-    torch.channels_last,
-    torch.channels_last_3d,
-)
 
 
 class Call:
@@ -44,29 +35,6 @@ class Call:
 
     def __del__(self) -> None:
         steps.forget(id(self))
-
-
-class Program:
-    """How the results of one drop are made, whichever call they are of. Immutable."""
-
-    __slots__ = ("drop", "forms", "frees", "is_mask", "recipes")
-
-    def __init__(self, drop: Drop) -> None:
-        self.drop = drop
-        self.is_mask = not drop.operations
-        self.recipes = [RECIPES[each.kind] for each in drop.operations]
-        made = [number for number, each in enumerate(self.recipes) if not each.is_view]
-        copies = bool(made) and self.recipes[made[-1]].copies
-        self.forms = (made[-1], _FORMS) if copies else (-1, (None,))
-        last: dict[int, int] = {}
-        for number, operation in enumerate(drop.operations):
-            last[number] = number
-            last.update({e.number: number for e in operation.sources if e.kind == "result"})
-        for each in drop.results:
-            last.pop(each.number, None)
-        self.frees: list[list[int]] = [[] for _ in drop.operations]
-        for result, number in last.items():
-            self.frees[number].append(result)
 
 
 class Dropped:
@@ -94,7 +62,7 @@ class Dropped:
         self._made: list[Any] | None = None
         self._mask: Any = None
         self._forms, self._frees = program.forms, program.frees
-        self._results = [(each.number, each.output) for each in drop.results]
+        self._results = program.results
         self._shapes: list[Any] = [None] * len(drop.holders)
         self._parameters: list[Any] = []
         self._operations: list[tuple[Callable[..., Any], list[Any], tuple[Any, ...]]] = []
@@ -118,34 +86,30 @@ class Dropped:
     ) -> bool:
         """Take what it is made from out of a graph. ``others``: what will be dropped of the graph
         as well. ``False`` if it cannot be made from this graph."""
-        drop = program.drop
-        for recipe, operation in zip(program.recipes, drop.operations, strict=True):
-            settings = recipe.settings(nodes[operation.node])
+        for recipe, node, found, prepared, rest in program.operations:
+            settings = recipe.settings(nodes[node])
             if settings is None:
                 return False
-            if recipe.found is not None:
-                settings = (*settings, operation.found)
-            given = [self._bound(source, nodes, others) for source in operation.sources]
-            self._operations.append((recipe.run, given, settings))
-        self._parameters = [as_found(nodes[number].variable) for number in drop.watched]
+            given = prepared
+            if rest:
+                given = prepared.copy()
+                for number, source in rest:
+                    given[number] = self._bound(source, nodes, others)
+            self._operations.append((recipe.run, given, settings + found))
+        self._parameters = [as_found(nodes[number].variable) for number in program.drop.watched]
         return True
 
     def _bound(
         self, source: Source, nodes: Sequence[Any], others: dict[Place, Callable[[], Any]]
-    ) -> Any:
-        match source.kind:
-            case "saved":
-                return functools.partial(saved_value, nodes[source.number], source.name)
-            case "held":
-                other = others.get(Place(source.number, source.name))
-                return other or self._held(saved_handle(nodes[source.number], source.name).data)
-            case "leaf":
-                leaf = nodes[source.number].variable
-                return lambda: leaf
-            case "result":
-                return source.number, source.output
-            case "nothing":
-                return None
+    ) -> Callable[[], Any]:
+        node = nodes[source.number]
+        if source.kind == "saved":
+            return functools.partial(saved_value, node, source.name)
+        if source.kind == "leaf":
+            leaf = node.variable
+            return lambda: leaf
+        other = others.get(Place(source.number, source.name))
+        return other or self._held(saved_handle(node, source.name).data)
 
     def _held(self, tensor: Any) -> Callable[[], Any]:
         version, stage = tensor._version, self._call.stage  # noqa: SLF001 -- its public name
