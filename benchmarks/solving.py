@@ -14,10 +14,10 @@ import tracemalloc
 from collections.abc import Callable
 
 from _measure import Measurement, at_most, told
-from holdfast.activation._planning.chain import Chain, Option, Stage
-from holdfast.activation._planning.schedule import Schedule
-from holdfast.activation._planning.simulating import simulate
-from holdfast.activation._planning.solving import Solution, curve, solve
+from holdfast.activation._solving.chain import Chain, Option, Stage
+from holdfast.activation._solving.schedule import Schedule
+from holdfast.activation._solving.simulating import simulate
+from holdfast.activation._solving.solving import Solution, curve, solve
 
 BLOCKS = 100
 SLOTS = 2000

@@ -23,7 +23,7 @@ from torch import nn
 import holdfast
 from holdfast import ActivationPlan
 from holdfast.activation import checkpoint_layers
-from holdfast.activation._planning.schedule import Schedule
+from holdfast.activation._solving.schedule import Schedule
 from holdfast.errors import BudgetError, PlanError
 
 calm = pytest.fixture(scope="module", autouse=True)(calm)

@@ -21,10 +21,10 @@ from torch import nn
 from torch.nn import functional
 
 from holdfast.activation._planning.applying import AppliedPlan
-from holdfast.activation._planning.chain import Chain, Option, Stage
 from holdfast.activation._planning.deciding import Decision, PlannedStage
-from holdfast.activation._planning.schedule import Schedule, Segment, Step
-from holdfast.activation._planning.solving import solve
+from holdfast.activation._solving.chain import Chain, Option, Stage
+from holdfast.activation._solving.schedule import Schedule, Segment, Step
+from holdfast.activation._solving.solving import solve
 from holdfast.errors import RecomputationError
 
 KIB = 1024

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.activation._planning.chain import Chain, Option, Stage
-from holdfast.activation._planning.floor import Floor
-from holdfast.activation._planning.schedule import (
+from holdfast.activation._solving.chain import Chain, Option, Stage
+from holdfast.activation._solving.floor import Floor
+from holdfast.activation._solving.schedule import (
     Infeasible,
     Schedule,
     Segment,
@@ -26,9 +26,9 @@ from holdfast.activation._planning.schedule import (
     Step,
     assemble,
 )
-from holdfast.activation._planning.simulating import simulate
-from holdfast.activation._planning.slots import slots_for
-from holdfast.activation._planning.solving import Solution, curve, solve
+from holdfast.activation._solving.simulating import simulate
+from holdfast.activation._solving.slots import slots_for
+from holdfast.activation._solving.solving import Solution, curve, solve
 
 EXACT = 1 << 12  # more slots than any of these chains has bytes: nothing is rounded
 SEEDS = range(5)

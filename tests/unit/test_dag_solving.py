@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.activation._planning.dag_solving import Interval, Saving, solve_intervals
-from holdfast.activation._planning.schedule import Infeasible
+from holdfast.activation._solving.dag_solving import Interval, Saving, solve_intervals
+from holdfast.activation._solving.schedule import Infeasible
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

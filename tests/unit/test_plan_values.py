@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.activation._measuring.stretches import END, Course, Stretch
-from holdfast.activation._planning.chain import Chain, Option, Stage
 from holdfast.activation._planning.choosing import chain_of
 from holdfast.activation._planning.deciding import Decision, PlannedStage, smallest
 from holdfast.activation._planning.linking import Pass, passes_of
 from holdfast.activation._planning.reporting import report_of, timeline_of
-from holdfast.activation._planning.schedule import Schedule, Segment, Step
 from holdfast.activation._planning.seen import Made, Profile, Recipes, StageProfile
-from holdfast.activation._planning.simulating import simulate
-from holdfast.activation._planning.solving import Solution, solve
 from holdfast.activation._recipes.drops import Drop, Drops
 from holdfast.activation._recipes.expecting import Expected
+from holdfast.activation._solving.chain import Chain, Option, Stage
+from holdfast.activation._solving.schedule import Schedule, Segment, Step
+from holdfast.activation._solving.simulating import simulate
+from holdfast.activation._solving.solving import Solution, solve
 from holdfast.errors import PlanError
 
 KIB = 1024

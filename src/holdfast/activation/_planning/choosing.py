@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.activation._measuring.stretches import END, Course
-from holdfast.activation._planning.chain import Chain, Option, Stage
 from holdfast.activation._planning.seen import Made, Profile, Recipes, StageProfile, Way
+from holdfast.activation._solving.chain import Chain, Option, Stage
 
 _MOST_OPTIONS = 12
 _LEAST_RATIO = 0.5

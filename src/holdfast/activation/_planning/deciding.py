@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from holdfast.activation._planning.chain import Chain, Stage
 from holdfast.activation._planning.linking import Pass, passes_of
-from holdfast.activation._planning.report_words import in_bytes
-from holdfast.activation._planning.schedule import Infeasible, Schedule
 from holdfast.activation._planning.seen import Recipes
-from holdfast.activation._planning.simulating import simulate
-from holdfast.activation._planning.solving import Solution, solve
 from holdfast.activation._recipes.drops import Drops, chosen
+from holdfast.activation._reporting.report_words import in_bytes
+from holdfast.activation._solving.chain import Chain, Stage
+from holdfast.activation._solving.schedule import Infeasible, Schedule
+from holdfast.activation._solving.simulating import simulate
+from holdfast.activation._solving.solving import Solution, solve
 from holdfast.errors import PlanError
 
 _BUCKET = 1.125

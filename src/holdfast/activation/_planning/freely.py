@@ -9,10 +9,10 @@ is decided for itself: there are no segments here.
 from collections.abc import Iterator
 
 from holdfast.activation._measuring.stretches import Course
-from holdfast.activation._planning.chain import Chain, Stage
-from holdfast.activation._planning.dag_solving import Interval, Saving, solve_intervals
-from holdfast.activation._planning.schedule import Infeasible, Schedule, Segment, Step
-from holdfast.activation._planning.solving import Solution
+from holdfast.activation._solving.chain import Chain, Stage
+from holdfast.activation._solving.dag_solving import Interval, Saving, solve_intervals
+from holdfast.activation._solving.schedule import Infeasible, Schedule, Segment, Step
+from holdfast.activation._solving.solving import Solution
 
 
 def solve_freely(chain: Chain, course: Course, budget_bytes: int) -> Solution | Infeasible:

@@ -16,13 +16,13 @@ import torch
 
 from holdfast.activation._keeping.manager import CheckpointManager
 from holdfast.activation._layers.layer_forward import Arguments, Forward
-from holdfast.activation._planning.schedule import Segment
 from holdfast.activation._planning.stages import tensors_of
 from holdfast.activation._regions.checkpoint import is_traced
 from holdfast.activation._regions.found import version_of
 from holdfast.activation._regions.inputs import Input
 from holdfast.activation._regions.options import RegionOptions
 from holdfast.activation._regions.region import Region
+from holdfast.activation._solving.schedule import Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from holdfast.activation._measuring.stretches import END, Course
-from holdfast.activation._planning.chain import Chain, Stage
 from holdfast.activation._planning.deciding import smallest
-from holdfast.activation._planning.report import CurvePoint, Mark, PlanReport, StageRow, Timeline
 from holdfast.activation._planning.seen import Profile, Recipes
-from holdfast.activation._planning.solving import Solution, curve
+from holdfast.activation._reporting.report import CurvePoint, Mark, PlanReport, StageRow, Timeline
+from holdfast.activation._solving.chain import Chain, Stage
+from holdfast.activation._solving.solving import Solution, curve
 
 _MOST_POINTS = 1500
 

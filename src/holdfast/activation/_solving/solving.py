@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast import _checks
-from holdfast.activation._planning.chain import Chain, Option
-from holdfast.activation._planning.floor import Floor
-from holdfast.activation._planning.rotor import Remaking, Rows
-from holdfast.activation._planning.schedule import Infeasible, Schedule, Simulated, assemble
-from holdfast.activation._planning.simulating import simulate
-from holdfast.activation._planning.slots import Slots, slots_for
+from holdfast.activation._solving.chain import Chain, Option
+from holdfast.activation._solving.floor import Floor
+from holdfast.activation._solving.rotor import Remaking, Rows
+from holdfast.activation._solving.schedule import Infeasible, Schedule, Simulated, assemble
+from holdfast.activation._solving.simulating import simulate
+from holdfast.activation._solving.slots import Slots, slots_for
 
 _SLOTS_PER_STAGE = 20
 _FEWEST_SLOTS = 500

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from holdfast.activation._planning.report import Mark, Timeline
+from holdfast.activation._reporting.report import Mark, Timeline
 
 
 def thinned(timeline: Timeline, points: int) -> Timeline:

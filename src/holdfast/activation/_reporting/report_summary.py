@@ -5,8 +5,8 @@ is shown.
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.activation._planning.report import PlanReport
-from holdfast.activation._planning.report_words import (
+from holdfast.activation._reporting.report import PlanReport
+from holdfast.activation._reporting.report_words import (
     as_share,
     exactly,
     in_bytes,

@@ -8,7 +8,7 @@ if the rest is run with the least memory. It fits, but need not be the fastest t
 
 import numpy as np
 
-from holdfast.activation._planning.chain import Chain
+from holdfast.activation._solving.chain import Chain
 
 # Longer segments are not looked at: beyond, the inputs they save are next to nothing.
 _LONGEST = 128

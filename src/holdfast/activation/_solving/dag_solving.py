@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from holdfast import _checks
-from holdfast.activation._planning.schedule import Infeasible
+from holdfast.activation._solving.schedule import Infeasible
 
 _NONE_FITS = 2  # the status by which milp says so
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.activation._planning.report import StageRow
+from holdfast.activation._reporting.report import StageRow
 
 Kind = Literal["keep", "recipes", "input", "segment", "moved", "other"]
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from holdfast.activation._planning.chain import Chain
-from holdfast.activation._planning.slots import Slots
+from holdfast.activation._solving.chain import Chain
+from holdfast.activation._solving.slots import Slots
 
 # Longer segments are not looked at when the table would be larger than this.
 _MOST_BYTES = 200_000_000

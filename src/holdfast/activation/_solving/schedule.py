@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from holdfast.activation._planning.chain import Chain
+from holdfast.activation._solving.chain import Chain
 
 StepKind = Literal["run", "keep_input", "replay", "backward"]
 

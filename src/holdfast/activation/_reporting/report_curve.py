@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.activation._planning.report import CurvePoint, PlanReport
-from holdfast.activation._planning.report_drawing import (
+from holdfast.activation._reporting.report import CurvePoint, PlanReport
+from holdfast.activation._reporting.report_drawing import (
     Frame,
     Label,
     Markup,
@@ -23,8 +23,8 @@ from holdfast.activation._planning.report_drawing import (
     words,
     written,
 )
-from holdfast.activation._planning.report_summary import budget_in_sight, share_of_step
-from holdfast.activation._planning.report_words import in_bytes, more_by_share
+from holdfast.activation._reporting.report_summary import budget_in_sight, share_of_step
+from holdfast.activation._reporting.report_words import in_bytes, more_by_share
 
 
 def curve_key(report: PlanReport) -> Iterator[Markup]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.activation._planning.chain import Chain
+from holdfast.activation._solving.chain import Chain
 
 # A slot may be this much larger than it must, if the sizes then come out even: activations are
 # multiples of one another, and a slot that divides them loses nothing.

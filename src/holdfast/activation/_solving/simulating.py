@@ -4,8 +4,8 @@ The gradient of what stage ``i`` put out is counted with the stage's own backwar
 stages are run or replayed before that, it is counted as ``output_bytes`` of stage ``i``.
 """
 
-from holdfast.activation._planning.chain import Chain
-from holdfast.activation._planning.schedule import Schedule, Segment, Simulated, Step
+from holdfast.activation._solving.chain import Chain
+from holdfast.activation._solving.schedule import Schedule, Segment, Simulated, Step
 
 
 def simulate(chain: Chain, schedule: Schedule) -> Simulated:
