@@ -31,12 +31,6 @@ KIB = 1024
 
 
 @pytest.fixture(autouse=True)
-def planned(model, name):
-    module = model.get_submodule(name)
-    count = sum(each.numel() for each in module.parameters())
-    return PlannedStage(name=name, kind=type(module).__name__, parameters=count, recipes=None)
-
-
 def _one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -134,6 +128,12 @@ def stage(name, *, kept=8 * KIB, linked=True, replayable=True):
         replayable=replayable,
         linked=linked,
     )
+
+
+def planned(model, name):
+    module = model.get_submodule(name)
+    count = sum(each.numel() for each in module.parameters())
+    return PlannedStage(name=name, kind=type(module).__name__, parameters=count, recipes=None)
 
 
 def following(model, schedule):

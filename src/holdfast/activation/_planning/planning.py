@@ -75,7 +75,7 @@ def plan(
     the reverse order of their forward. That needs SciPy, ``pip install "holdfast[solver]"``, and
     decides only for batches of the sample's size, and for each stage by itself.
 
-    The model is run some fifteen times, in its present mode, which must be training mode; then
+    The model is run about twenty times, in its present mode, which must be training mode; then
     gradients, buffers and random streams are given back as they were. One of these steps keeps
     everything: if that does not fit the device, plan with a smaller sample and train with larger
     batches, which the plan is then scaled to. ``progress`` is told in words what is going on, as
