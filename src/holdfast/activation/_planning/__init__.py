@@ -1,1 +1,1 @@
-"""What a step is to drop so that it fits a byte budget: chosen, applied, measured and shown."""
+"""What a step is to drop so that it fits a byte budget: chosen, applied and measured."""

@@ -1,5 +1,6 @@
-"""A model as it was before, whatever was tried with it. Knows parameters, gradients, buffers and
-random streams: of the model, of its sample, and of what the loss function can be seen to use."""
+"""A model as it was before steps were tried on it. Knows parameters, gradients, buffers and random
+streams: of the model, of its sample, and of what the loss function can be seen to use. What a hook
+steps in backward, and what a model writes into its batch, is not undone."""
 
 import contextlib
 from collections.abc import Iterator

@@ -60,10 +60,10 @@ class CurvePoint:
 class PlanReport:
     """A plan, for people.
 
-    ``step_s`` is the median step that saves everything. Without a measured step, ``after`` and what
-    is measured are ``None``. ``what_sets_it`` names what needs ``smallest_bytes``, as in "the head"
-    or "the backward of blocks.3". A budget larger by ``rounding_bytes`` admits whatever the
-    solver's slots hid.
+    ``step_s`` is the quicker of two steps that save everything. Without a measured step, ``after``
+    and what is measured are ``None``. ``what_sets_it`` names what needs ``smallest_bytes``, as in
+    "the head" or "the backward of blocks.3". A budget larger by ``rounding_bytes`` admits whatever
+    the solver's slots hid.
     """
 
     model: str
