@@ -533,7 +533,8 @@ def test_clearing_frees_the_memory_and_keeps_the_peak(any_manager):
         assert [ref() for ref in storages] == [None] * 6
     finally:
         gc.enable()
-    assert before.peak_memory_used >= 400_040
+    # A tier that moves may have let go of each before the next came.
+    assert before.peak_memory_used >= (400_000 if any_manager.moves else 2_000_040)
     assert stats.peak_memory_used == before.peak_memory_used
     assert (stats.checkpoint_count, stats.average_memory_per_checkpoint) == (0, 0)
     assert stats.most_accessed == stats.least_accessed == ()
