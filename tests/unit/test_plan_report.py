@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.text import Text
 
+from holdfast.activation._reporting.chart import ROWS, chart
+from holdfast.activation._reporting.folding import folded
+from holdfast.activation._reporting.lines import highest, places, thinned
+from holdfast.activation._reporting.page import page
 from holdfast.activation._reporting.report import CurvePoint, Mark, PlanReport, StageRow, Timeline
-from holdfast.activation._reporting.report_chart import ROWS, chart
-from holdfast.activation._reporting.report_folding import folded
-from holdfast.activation._reporting.report_html import page
-from holdfast.activation._reporting.report_lines import highest, places, thinned
-from holdfast.activation._reporting.report_text import text
-from holdfast.activation._reporting.report_words import in_bytes, in_seconds, wrapped
+from holdfast.activation._reporting.text import text
+from holdfast.activation._reporting.words import in_bytes, in_seconds, wrapped
 
 MIB = 2**20
 KINDS = {"keep", "recipes", "input", "segment", "moved", "other"}
@@ -536,7 +536,7 @@ import sys
 sys.modules["rich"] = None  # what import does where it is not installed
 import msgspec
 from holdfast.activation._reporting.report import PlanReport
-from holdfast.activation._reporting.report_text import text
+from holdfast.activation._reporting.text import text
 report = msgspec.json.decode(open(sys.argv[1], "rb").read(), type=PlanReport)
 sys.stdout.buffer.write(text(report, 90, colour=True).encode())
 """

@@ -12,8 +12,8 @@ from holdfast.activation._measuring.stretches import END, Course, Stretch
 from holdfast.activation._planning.choosing import chain_of
 from holdfast.activation._planning.deciding import Decision, PlannedStage, smallest
 from holdfast.activation._planning.linking import Pass, passes_of
-from holdfast.activation._planning.reporting import report_of, timeline_of
 from holdfast.activation._planning.seen import Made, Profile, Recipes, StageProfile
+from holdfast.activation._planning.showing import report_of, timeline_of
 from holdfast.activation._recipes.drops import Drop, Drops
 from holdfast.activation._recipes.expecting import Expected
 from holdfast.activation._solving.chain import Chain, Option, Stage

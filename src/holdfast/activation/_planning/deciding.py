@@ -9,7 +9,7 @@ from typing import Final, Literal
 from holdfast.activation._planning.linking import Pass, passes_of
 from holdfast.activation._planning.seen import Recipes
 from holdfast.activation._recipes.drops import Drops, chosen
-from holdfast.activation._reporting.report_words import in_bytes
+from holdfast.activation._reporting.words import in_bytes
 from holdfast.activation._solving.chain import Chain, Stage
 from holdfast.activation._solving.schedule import Infeasible, Schedule
 from holdfast.activation._solving.simulating import simulate

@@ -14,9 +14,9 @@ from holdfast import _checks
 from holdfast.activation._planning.applying import AppliedPlan
 from holdfast.activation._planning.deciding import Decision
 from holdfast.activation._planning.stages import parameters_of, refuse_taken
+from holdfast.activation._reporting.page import page
 from holdfast.activation._reporting.report import PlanReport
-from holdfast.activation._reporting.report_html import page
-from holdfast.activation._reporting.report_text import text
+from holdfast.activation._reporting.text import text
 from holdfast.errors import PlanError
 
 VERSION = 1

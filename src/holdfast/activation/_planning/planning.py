@@ -20,15 +20,15 @@ from holdfast.activation._planning.agreeing import agreed, gathered, reconcile
 from holdfast.activation._planning.applying import AppliedPlan
 from holdfast.activation._planning.budget import LEAST_BYTES, share_or_bytes
 from holdfast.activation._planning.choosing import chain_of
+from holdfast.activation._planning.course_solving import solve_freely
 from holdfast.activation._planning.deciding import Decision, PlannedStage, Tier, smallest
-from holdfast.activation._planning.freely import solve_freely
 from holdfast.activation._planning.plan import VERSION, ActivationPlan
 from holdfast.activation._planning.preserving import preserved
 from holdfast.activation._planning.profiling import course_of, profile, timed_step
-from holdfast.activation._planning.reporting import report_of
 from holdfast.activation._planning.sampling import Sample
+from holdfast.activation._planning.showing import report_of
 from holdfast.activation._planning.stages import parameters_of, stages_of
-from holdfast.activation._reporting.report_words import in_bytes
+from holdfast.activation._reporting.words import in_bytes
 from holdfast.activation._solving.chain import Chain
 from holdfast.activation._solving.schedule import Infeasible, Schedule
 from holdfast.activation._solving.solving import Solution, solve

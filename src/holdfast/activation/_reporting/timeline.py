@@ -7,8 +7,7 @@ each stage's forward and backward, the colour of what becomes of it.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.activation._reporting.report import Mark, PlanReport, Timeline
-from holdfast.activation._reporting.report_drawing import (
+from holdfast.activation._reporting.drawing import (
     Frame,
     Label,
     Markup,
@@ -25,10 +24,11 @@ from holdfast.activation._reporting.report_drawing import (
     up_axis,
     written,
 )
-from holdfast.activation._reporting.report_folding import kind_of
-from holdfast.activation._reporting.report_lines import highest, named, places, span, thinned
-from holdfast.activation._reporting.report_summary import budget_in_sight, peak_bytes
-from holdfast.activation._reporting.report_words import in_bytes, plain, shared_prefix
+from holdfast.activation._reporting.folding import kind_of
+from holdfast.activation._reporting.lines import highest, named, places, span, thinned
+from holdfast.activation._reporting.report import Mark, PlanReport, Timeline
+from holdfast.activation._reporting.summary import budget_in_sight, peak_bytes
+from holdfast.activation._reporting.words import in_bytes, plain, shared_prefix
 
 
 def timeline_picture(report: PlanReport, size: Size) -> Markup:

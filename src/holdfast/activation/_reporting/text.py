@@ -10,17 +10,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from holdfast.activation._reporting.chart import SOLID, chart, legend
+from holdfast.activation._reporting.folding import Fold, folded, number
 from holdfast.activation._reporting.report import CurvePoint, PlanReport
-from holdfast.activation._reporting.report_chart import SOLID, chart, legend
-from holdfast.activation._reporting.report_folding import Fold, folded, number
-from holdfast.activation._reporting.report_summary import (
-    closing,
-    figures,
-    share_of_step,
-    subject,
-    verdict,
-)
-from holdfast.activation._reporting.report_words import (
+from holdfast.activation._reporting.summary import closing, figures, share_of_step, subject, verdict
+from holdfast.activation._reporting.words import (
     columns,
     in_bytes,
     more,

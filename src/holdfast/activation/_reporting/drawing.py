@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NewType, TypeAlias
 
-from holdfast.activation._reporting.report_words import columns, plain, three_digits, unit_of
+from holdfast.activation._reporting.words import columns, plain, three_digits, unit_of
 
 Markup = NewType("Markup", str)
 _Box: TypeAlias = tuple[float, float, float, float]  # left, top, right, bottom

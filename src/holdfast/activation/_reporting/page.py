@@ -9,12 +9,12 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from holdfast.activation._reporting.curve import curve_key, curve_picture
+from holdfast.activation._reporting.drawing import Markup, Size, element, joined, words
+from holdfast.activation._reporting.folding import Fold, folded, kind_of, number
 from holdfast.activation._reporting.report import PlanReport
-from holdfast.activation._reporting.report_curve import curve_key, curve_picture
-from holdfast.activation._reporting.report_drawing import Markup, Size, element, joined, words
-from holdfast.activation._reporting.report_folding import Fold, folded, kind_of, number
-from holdfast.activation._reporting.report_style import STYLE
-from holdfast.activation._reporting.report_summary import (
+from holdfast.activation._reporting.style import STYLE
+from holdfast.activation._reporting.summary import (
     Figure,
     budget_in_sight,
     closing,
@@ -23,8 +23,8 @@ from holdfast.activation._reporting.report_summary import (
     subject,
     verdict,
 )
-from holdfast.activation._reporting.report_timeline import timeline_picture
-from holdfast.activation._reporting.report_words import exactly, in_bytes, in_seconds, more
+from holdfast.activation._reporting.timeline import timeline_picture
+from holdfast.activation._reporting.words import exactly, in_bytes, in_seconds, more
 
 # A picture is drawn twice and one is shown, by the width of the screen: text that is scaled with
 # its picture cannot be read on a phone.

@@ -6,9 +6,9 @@ The step after stands solid in the shade of the step before, lined up with it st
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from holdfast.activation._reporting.lines import places, span
 from holdfast.activation._reporting.report import PlanReport, Timeline
-from holdfast.activation._reporting.report_lines import places, span
-from holdfast.activation._reporting.report_words import columns, in_bytes
+from holdfast.activation._reporting.words import columns, in_bytes
 
 ROWS: Final = 9
 SHADE: Final = "░"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.activation._reporting.report import PlanReport
-from holdfast.activation._reporting.report_words import (
+from holdfast.activation._reporting.words import (
     as_share,
     exactly,
     in_bytes,

@@ -4,8 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.activation._reporting.report import CurvePoint, PlanReport
-from holdfast.activation._reporting.report_drawing import (
+from holdfast.activation._reporting.drawing import (
     Frame,
     Label,
     Markup,
@@ -23,8 +22,9 @@ from holdfast.activation._reporting.report_drawing import (
     words,
     written,
 )
-from holdfast.activation._reporting.report_summary import budget_in_sight, share_of_step
-from holdfast.activation._reporting.report_words import in_bytes, more_by_share
+from holdfast.activation._reporting.report import CurvePoint, PlanReport
+from holdfast.activation._reporting.summary import budget_in_sight, share_of_step
+from holdfast.activation._reporting.words import in_bytes, more_by_share
 
 
 def curve_key(report: PlanReport) -> Iterator[Markup]:
