@@ -109,7 +109,8 @@ CASES = {
     for case in (
         _gpt("gpt-12", layers=12, width=256, batch=2, length=256, dropout=0.0),
         _gpt("gpt-12-dropout", layers=12, width=256, batch=2, length=256, dropout=0.1),
-        _gpt("gpt-48", layers=48, width=64, batch=2, length=128, dropout=0.0),
+        _gpt("gpt-48", layers=48, width=128, batch=2, length=256, dropout=0.0),
+        _gpt("gpt-48-thin", layers=48, width=64, batch=2, length=128, dropout=0.0),
         Case(
             name="resnet",
             what="ResNet-50's blocks at a quarter of the width, 8 images of 128 x 128",

@@ -33,10 +33,10 @@ FULL = Effort(
     levels=(90, 75, 50, 25, 10, 0),
     judged=(75, 50, 25),
     lines=12,
-    tried=6,
+    tried=4,
     compared=2,
-    pairs=25,
-    pairs_elsewhere=15,
+    pairs=21,
+    pairs_elsewhere=9,
 )
 QUICK = Effort(levels=(50,), judged=(50,), lines=4, tried=3, compared=1, pairs=7, pairs_elsewhere=3)
 MOST_ELSEWHERE = 1.02

@@ -1,10 +1,11 @@
 """What ranks do in the tests of `holdfast.plan`: a model replicated or sharded, its steps as they
 are and the same under a plan."""
 
+import datetime as dt
 import functools
 import gc
+import json
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.activation import measure_peak
+from holdfast.activation._planning.agreeing import together
 from holdfast.errors import BudgetError, PlanError
 
 WIDTH, PLACES, DEPTH = 32, 16, 4
@@ -191,13 +193,35 @@ def peak(net, given):
     return min(peaks)
 
 
+OWN = {
+    "digest",
+    "device",
+    "save_all_peak_bytes",
+    "measured_peak_bytes",
+    "step_s",
+    "predicted_step_s",
+    "measured_step_s",
+    "before",
+    "after",
+    "planning_s",
+}
+"""What a plan's report says of the rank that it was made on."""
+
+
+def common(plan):
+    """A plan's JSON, but for what was measured on this rank."""
+    told = json.loads(plan.to_json())
+    summary = {name: each for name, each in told["summary"].items() if name not in OWN}
+    return {name: each for name, each in told.items() if name not in OWN} | {"summary": summary}
+
+
 def facts(plan, applied):
     decision = plan.decision
     return {
-        "plan": msgspec.json.encode(decision),
+        "plan": common(plan),
         "budget": plan.budget_bytes,
         "stages": [stage.name for stage in decision.stages],
-        "kinds": {each.kind for each in decision.actions(0).stages.values()},
+        "kinds": {each.kind for each in decision.actions().stages.values()},
         "recipes": [len(each.recipes.made) if each.recipes else 0 for each in decision.stages],
         "fallbacks": [each.reason for each in applied.fallbacks],
     }
@@ -252,7 +276,7 @@ def unlike(rank, kind, budget, later, **net_words):
             got = told(net, given)
             applied.undo()
             found += differing(told(net, given), got)
-            applied.install({name: net.get_submodule(name) for name in _stages(plan)})
+            applied._install({name: net.get_submodule(name) for name in _stages(plan)})
     return {"differing": found, **facts(plan, applied)}
 
 
@@ -313,17 +337,56 @@ def inner(rank):
     }
 
 
-def refused(rank, kind, budgets, *, samples=(6, 6), stages=(None, None)):
+def refused(rank, kind, budgets, *, samples=(6, 6), asked=({}, {}), **net_words):
     """What a rank is told when there is no plan, and whether the model is then as it was."""
-    net = made(kind)
+    net = made(kind, **net_words)
     given = batch(samples[rank])
     expected = told(net, given)
     problem = None
     try:
-        holdfast.plan(net, given, budgets[rank], stages=stages[rank])
-    except (BudgetError, PlanError) as error:
+        holdfast.plan(net, given, budgets[rank], **asked[rank])
+    except (BudgetError, PlanError, ValueError) as error:
         problem = type(error).__name__, str(error)
     return problem, differing(expected, told(net, given))
+
+
+def broken(rank, kind, where, call):
+    """One rank whose model raises in the forward of its so many-th call: what each is told, and
+    whether they can then train together as if nothing had been."""
+    net = made(kind)
+    given = batch()
+    expected = told(net, given)
+    calls = []
+
+    def fail(*_):
+        calls.append(rank)
+        if rank == where and len(calls) == call:
+            raise ZeroDivisionError("the batch of this rank is empty")
+
+    hook = (net.module if kind == "ddp" else net).head.register_forward_pre_hook(fail)
+    problem = None
+    try:
+        holdfast.plan(net, given, "60%")
+    except (ZeroDivisionError, PlanError) as error:
+        problem = type(error).__name__, str(error)
+    hook.remove()
+    return problem, len(calls), differing(expected, told(net, given))
+
+
+def hooked(rank, kind):
+    """What is told where an optimizer steps in backward, by hooks on what the wrapper has."""
+    net = made(kind)
+    given = batch()
+    before = weights(net)
+    problem = ""
+    handle = next(net.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    try:
+        holdfast.plan(net, given, "60%")
+    except PlanError as error:
+        problem = str(error)
+    handle.remove()
+    holdfast.plan(net, given, "60%")
+    return problem, differing(before, weights(net))
 
 
 def unsynced(rank):
@@ -344,3 +407,35 @@ def unsynced(rank):
         _step(net, batch(seed=2))
         found.append({name: whole(each.grad) for name, each in net.named_parameters()})
     return problem, differing(*found)
+
+
+def decided(rank):
+    """What ranks that would decide differently end with, and who was asked."""
+    asked = []
+
+    def decide():
+        asked.append(rank)
+        return f"as rank {rank} would have it"
+
+    with together() as ranks:
+        first = ranks.decided(decide)
+        agreed = ranks.agreed(10 * rank, rank, "heaviest")
+        return first, agreed, ranks.decided(decide), asked
+
+
+def late(rank):
+    """What a rank is told that waits where the other does not come."""
+    store = dist.group.WORLD.get_group_store()
+    patience = store.timeout
+    dist.barrier()  # whose connections are made through the store
+    store.set_timeout(dt.timedelta(seconds=1))
+    try:
+        with together() as ranks:
+            if rank == 0:
+                ranks.meet()
+    except PlanError as error:
+        return str(error)
+    finally:
+        store.set_timeout(patience)
+        dist.barrier()
+    return ""

@@ -158,17 +158,85 @@ def test_of_two_budgets_the_smaller_counts(gang):
 
 
 def test_ranks_that_name_other_stages_are_refused(gang):
-    stages = (["module.blocks.*"], ["module.blocks.0", "module.blocks.1"])
-    (problem, left), other = gang.run(jobs.refused, "ddp", ("50%", "50%"), stages=stages)
+    all_, two = ["module.blocks.*"], ["module.blocks.0", "module.blocks.1"]
+    asked = ({"stages": all_}, {"stages": two})
+    (problem, left), other = gang.run(jobs.refused, "ddp", ("50%", "50%"), asked=asked)
     assert (problem, left) == other
     assert problem[0] == "PlanError"
-    assert (
-        "rank 1 ran other stages than rank 0: ['module.blocks.2', 'module.blocks.3']" in problem[1]
-    )
+    assert f"rank 1 calls holdfast.plan with stages {two}, and rank 0 with" in problem[1]
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("budgets", "asked", "said"),
+    [
+        (("50%", 2**21), ({}, {}), "with a budget given as 'bytes', and rank 0 with 'a share'"),
+        (
+            ("50%", "50%"),
+            ({}, {"tier": "disk"}),
+            "rank 1 calls holdfast.plan with tier 'disk', and",
+        ),
+        (("50%", "50%"), ({"solver": "highs"}, {}), "with solver 'chain', and rank 0 with 'highs'"),
+    ],
+    ids=["budget", "tier", "solver"],
+)
+def test_ranks_that_ask_for_other_plans_are_refused(gang, budgets, asked, said):
+    one, other = gang.run(jobs.refused, "ddp", budgets, asked=asked)
+    assert one == other
+    assert one[0][0] == "PlanError"
+    assert said in one[0][1]
+    assert one[1] == []
+
+
+def test_an_argument_that_one_rank_gets_wrong_is_told_to_the_other(gang):
+    (first, left), (second, left_too) = gang.run(jobs.refused, "ddp", ("50%", "5 parsecs"))
+    assert second[0] == "ValueError"
+    assert "unknown unit 'parsecs'" in second[1]
+    assert first[0] == "PlanError"
+    assert "rank 1 failed in holdfast.plan: ValueError: budget '5 parsecs'" in first[1]
+    assert left == left_too == []
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize(("kind", "call"), [("ddp", 1), ("alone", 1), ("alone", 7)])
+def test_a_rank_that_fails_alone_is_told_of_and_nobody_waits(gang, kind, where, call):
+    """In the first forward also where backward would wait for it, as DDP's; later where the model
+    does not talk."""
+    told = gang.run(jobs.broken, kind, where, call)
+    for rank, (problem, calls, left) in enumerate(told):
+        if rank == where:
+            assert problem == ("ZeroDivisionError", "the batch of this rank is empty")
+        else:
+            assert problem[0] == "PlanError"
+            assert (
+                f"rank {where} failed in holdfast.plan: ZeroDivisionError: the batch" in problem[1]
+            )
+        assert left == []
+        if call == 1:
+            assert calls == 1
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_an_optimizer_that_steps_in_backward_is_refused_on_all(gang, kind):
+    for problem, left in gang.run(jobs.hooked, kind):
+        assert "start.weight' has a hook that is called in backward" in problem
+        assert left == []
 
 
 def test_gradients_that_fsdp_keeps_to_itself_are_not_added_to(gang):
     for problem, left in gang.run(jobs.unsynced):
         assert "FSDP does not exchange the gradients of 'the model' now" in problem
         assert left == []
+
+
+def test_one_rank_decides_for_all(gang):
+    """Ranks that solve for themselves, with other versions of a library, might find other plans."""
+    heaviest = (1, "heaviest")
+    first, then = "as rank 0 would have it", "as rank 1 would have it"
+    assert gang.run(jobs.decided) == [(first, heaviest, then, [0]), (first, heaviest, then, [1])]
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(gang):
+    told, fine = gang.run(jobs.late)
+    assert "1 ranks did not come to where the others wait for them in holdfast.plan" in told
+    assert fine == ""

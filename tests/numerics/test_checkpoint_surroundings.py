@@ -145,6 +145,35 @@ def test_a_default_dtype_of_the_forward_is_not_lost():
         torch.set_default_dtype(torch.float32)
 
 
+def test_what_decides_the_last_bits_is_in_the_replay_as_it_was():
+    def now():
+        precision = torch.backends.mkldnn.matmul.fp32_precision
+        return torch.get_num_threads(), precision, torch.are_deterministic_algorithms_enabled()
+
+    seen = []
+
+    def noting(x):
+        seen.append(now())
+        return two(x)
+
+    threads, precision, _ = before = now()
+    try:
+        torch.set_num_threads(threads + 1)
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # torch calls this mixed, and raises
+        torch.use_deterministic_algorithms(True)
+        output = checkpoint(noting, torch.ones(2, requires_grad=True))
+        torch.set_num_threads(threads)
+        torch.backends.mkldnn.matmul.fp32_precision = precision
+        torch.use_deterministic_algorithms(False)
+        output.sum().backward()
+        assert now() == before
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.mkldnn.matmul.fp32_precision = precision
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(threads + 1, "bf16", True)] * 2
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_hooks_around_the_region_see_what_it_keeps(level):
     """An offload around a checkpoint offloads the region's inputs, wherever they stand."""

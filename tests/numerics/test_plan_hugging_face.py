@@ -165,7 +165,7 @@ def differing(one, other):
 
 
 def kinds_of(plan):
-    return {each.kind for each in plan.decision.actions(0).stages.values()}
+    return {each.kind for each in plan.decision.actions().stages.values()}
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)

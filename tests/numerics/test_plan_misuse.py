@@ -167,6 +167,28 @@ REFUSED = {
         "needs no gradient",
     ),
     "loss that is none": (small, tokens, {"loss": 3}, ValueError, "loss must be a function"),
+    "folder without a tier": (
+        small,
+        tokens,
+        {"folder": "scratch"},
+        ValueError,
+        "folder is for tier='disk'.*'scratch'",
+    ),
+    "no such tier": (
+        small,
+        tokens,
+        {"tier": "inplace"},
+        ValueError,
+        "tier must be 'disk' or 'host', not 'inplace'",
+    ),
+    "host of a host": (small, tokens, {"tier": "host"}, ValueError, "this model is on the host"),
+    "no such solver": (
+        small,
+        tokens,
+        {"solver": ["chain"]},
+        ValueError,
+        "solver must be one of 'chain', 'highs', not",
+    ),
     "progress that is none": (
         small,
         tokens,
@@ -367,16 +389,6 @@ def test_buffers_that_a_forward_replaces_or_makes_are_given_back():
 
 
 def test_the_sample_and_the_loss_are_as_they_were():
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(GptBlock(64, 4, 0.1) for _ in range(3))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x.square().mean()
-
     seed_all(3)
     criterion, batch = Scaled(), torch.randn(4, 64, 64, requires_grad=True)
     values = batch.detach().clone()
@@ -394,6 +406,179 @@ def test_a_copy_of_a_checkpointed_model_stays_one():
     had = [each.__dict__["forward"] for each in copied.blocks]
     holdfast.plan(copied, tokens(), "75%")
     assert [each.__dict__["forward"] for each in copied.blocks] == had
+
+
+class Rows(nn.Module):
+    """Blocks over rows of numbers; ``write`` is called with the model and the rows, first."""
+
+    def __init__(self, write=lambda model, x: None):
+        super().__init__()
+        self.blocks = nn.ModuleList(GptBlock(64, 4, 0.1) for _ in range(3))
+        self.write = write
+
+    def forward(self, x):
+        self.write(self, x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Shifted(nn.Module):
+    """Tokens that the model itself moves on, in place: after some steps there are none left."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, batch, weights):
+        batch += 60
+        weights.mul_(2.0)
+        return self.inner(batch) * weights.mean()
+
+
+def test_a_sample_that_the_model_writes_into_is_as_it_was():
+    model = Shifted()
+    batch = {"batch": tokens() % 30, "weights": torch.ones(1, 3).expand(4, 3).contiguous()}
+    before = {name: each.clone() for name, each in batch.items()}
+    made = holdfast.plan(model, batch, "60%")
+    assert all(torch.equal(before[name], each) for name, each in batch.items())
+    fresh = {name: each.clone() for name, each in batch.items()}
+    expected = step_left(copy.deepcopy(model), {name: each.clone() for name, each in fresh.items()})
+    with made.applied(model):
+        assert differing(expected, step_left(model, fresh)) == []
+
+
+def test_a_sample_with_repeated_rows_is_given_back_through_what_they_repeat():
+    def write(model, x):
+        x[0] = 7.0  # of which the others are views
+
+    seed_all(3)
+    rows = torch.randn(4, 64, 64)
+    before = rows.clone()
+
+    class Both(Rows):
+        def forward(self, x, same):
+            return super().forward(x) + same.sum()
+
+    holdfast.plan(Both(write), (rows, rows[:1].expand(9, 64, 64)), "75%")
+    assert torch.equal(rows, before)
+
+
+def test_an_optimizer_that_steps_in_backward_is_refused_before_it_does():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = stood(model)
+    handle = model.blocks[1].up.weight.register_post_accumulate_grad_hook(
+        lambda _: optimizer.step()
+    )
+    with pytest.raises(PlanError, match=r"'blocks\.1\.up\.weight' has a hook.*Plan first"):
+        holdfast.plan(model, tokens(), "60%")
+    assert differing(before, stood(model)) == []
+    handle.remove()
+    holdfast.plan(model, tokens(), "60%")
+
+
+def test_an_optimizer_may_step_in_backward_under_a_plan(plan, tight):
+    def trained(made):
+        model = small()
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(parameter, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        with made.applied(model) if made else contextlib.nullcontext():
+            for seed in range(3):
+                step_left(model, tokens(), seed=seed)
+        return stood(model)
+
+    expected = trained(None)
+    assert differing(expected, trained(plan)) == []
+    assert differing(expected, trained(tight)) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.distributed.optim itself
+def test_torchs_own_optimizer_in_backward_is_refused_too():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = small()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    before = stood(model)
+    with pytest.raises(PlanError, match=r"'tokens\.weight' has a hook"):
+        holdfast.plan(model, tokens(), "60%")
+    assert differing(before, stood(model)) == []
+
+
+def _decay(model, x):
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(0.9)
+
+
+def test_a_forward_that_changes_a_parameter_is_stopped_at_the_first():
+    seed_all(3)
+    model, batch = Rows(_decay), torch.randn(4, 64, 64)
+    weight = model.blocks[1].up.weight
+    before, was = stood(model), weight.detach().clone()
+    with pytest.raises(PlanError, match=r"Rows\.blocks\.1\.up\.weight was changed.*by its forward"):
+        holdfast.plan(model, batch, "75%")
+    assert torch.equal(weight, was * 0.9)
+    assert differing(before, stood(model)) == ["value of blocks.1.up.weight"]
+
+
+def test_a_backward_that_changes_a_parameter_is_stopped_at_the_second_step():
+    seed_all(3)
+    model, batch = Rows(), torch.randn(4, 64, 64)
+    weight = model.blocks[1].up.weight
+    was = weight.detach().clone()
+
+    def decay(gradient):
+        with torch.no_grad():
+            weight.mul_(0.9)
+
+    model.blocks[0].up.weight.register_hook(decay)
+    with pytest.raises(PlanError, match="hook in its backward"):
+        holdfast.plan(model, batch, "75%")
+    assert torch.allclose(weight, was * 0.9)
+
+
+def test_an_embedding_that_scales_its_rows_is_given_back():
+    model = small()
+    model.tokens.max_norm = 0.5
+    before = stood(model)
+    holdfast.plan(model, tokens(), "75%")
+    assert differing(before, stood(model)) == []
+
+
+class Counting(nn.Module):
+    """A block with a buffer much larger than what it saves."""
+
+    counts: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.inner = GptBlock(64, 4, 0.1)
+        self.register_buffer("counts", torch.zeros(300, 1000))
+
+    def forward(self, x):
+        self.counts += 1
+        return self.inner(x)
+
+
+def test_what_planning_keeps_for_itself_is_in_no_peak():
+    """Copies of gradients, buffers and the sample lie there while steps are measured."""
+    seed_all(3)
+    model, batch = Blocks(lambda _: Counting()), torch.randn(4, 64, 64)
+    taken = peak_of(model, batch)  # which leaves gradients
+    made = holdfast.plan(model, batch, 0.8)
+    assert made.summary.save_all_peak_bytes == pytest.approx(taken, rel=0.01)
+    with made.applied(model):
+        assert peak_of(model, batch) == pytest.approx(made.peak_bytes, rel=0.01)
+    model.zero_grad()
+    assert holdfast.plan(model, batch, 0.8).summary.save_all_peak_bytes == pytest.approx(
+        taken, rel=0.01
+    )
 
 
 # ---- stages that must not be replayed ----------------------------------------------------------
@@ -463,16 +648,31 @@ def test_apply_and_undo_any_number_of_times(tight):
     assert forwards(model) == []
 
 
+def test_a_plan_is_applied_where_the_with_begins(tight):
+    model = small()
+    entered = tight.applied(model)
+    assert forwards(model) == []
+    with entered:
+        assert forwards(model) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert forwards(model) == []
+    wrong = tight.applied(Towers())
+    with pytest.raises(PlanError), wrong:
+        pass
+
+
 def test_one_plan_at_a_time(plan, tight):
     model = small()
+    told = r"'blocks\.0' is checkpointed already, by a plan; .* leave plan\.applied\(\)"
     with plan.applied(model) as following:
-        for again in (plan, tight):
-            with pytest.raises(PlanError, match=r"'blocks\.0' is checkpointed already"):
-                again.apply(model)
-        with pytest.raises(ValueError, match=r"'blocks\.0' is checkpointed already"):
-            holdfast.plan(model, tokens(), "50%")
-        with pytest.raises(ValueError, match="checkpointed already"):
-            checkpoint_layers(model)
+        for again in (
+            lambda: plan.apply(model),
+            lambda: tight.apply(model),
+            lambda: holdfast.plan(model, tokens(), "50%"),
+            lambda: checkpoint_layers(model),
+        ):
+            with pytest.raises(ValueError, match=told) as refused:
+                again()
+            assert type(refused.value) is ValueError
         assert forwards(model) == ["blocks.0", "blocks.1", "blocks.2"]
         assert following.fallbacks == ()
     assert forwards(model) == []
@@ -487,6 +687,12 @@ def test_a_plan_may_be_at_work_on_two_models(tight):
         assert differing(expected, step_left(other, batch)) == []
 
 
+def half_and_half():
+    model = small()
+    model.blocks[0].up.bfloat16()
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -496,6 +702,12 @@ def test_a_plan_may_be_at_work_on_two_models(tight):
         (Pairs, "'blocks.0' is a PairBlock there and a GptBlock in the plan"),
         (lambda: Gpt(width=48), "'blocks.0' has [0-9,]+ parameters there and [0-9,]+ in the plan"),
         (lambda: nn.Linear(2, 2), "has no module 'blocks.0'"),
+        (
+            lambda: small().double(),
+            "parameters of 'blocks.0' are float64 on cpu there and float32 on cpu in the plan",
+        ),
+        (lambda: small().to("meta"), "are float32 on meta there and float32 on cpu in the plan"),
+        (half_and_half, "are bfloat16 on cpu and float32 on cpu there"),
     ],
 )
 def test_a_plan_for_another_model_is_refused(tight, make, told):
@@ -513,7 +725,7 @@ def test_a_plan_is_applied_to_modules_only(tight):
 def test_a_checkpointed_model_takes_no_plan(tight):
     model = small()
     layers = checkpoint_layers(model)
-    with pytest.raises(PlanError, match="checkpointed already"):
+    with pytest.raises(ValueError, match="checkpointed already, by checkpoint_layers, as <"):
         tight.apply(model)
     layers.undo()
     tight.apply(model).undo()

@@ -148,11 +148,10 @@ def following(model, schedule):
         ),
         schedule=schedule,
         solved_bytes=2**20,
-        input_numel=0,
     )
     decision.check()
     applied = AppliedPlan(decision)
-    applied.install({name: model.get_submodule(name) for name in names})
+    applied._install({name: model.get_submodule(name) for name in names})
     return applied
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,21 +27,32 @@ MIB = 2**20
         ("2gb", 2 * 10**9),
         ("1048576B", MIB),
         ("1048577.9 B", MIB + 1),
+        (np.int64(3 * 10**9), 3 * 10**9),
+        (np.uint32(MIB), MIB),
     ],
 )
 def test_bytes_are_an_int(written, meant):
     found = share_or_bytes(written)
     assert found == meant
-    assert isinstance(found, int)
+    assert type(found) is int
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"), [("40%", 0.4), ("12.5 %", 0.125), (0.4, 0.4), (1.0, 1.0), ("100%", 1.0)]
+    ("written", "meant"),
+    [
+        ("40%", 0.4),
+        ("12.5 %", 0.125),
+        (0.4, 0.4),
+        (1.0, 1.0),
+        ("100%", 1.0),
+        (np.float64(0.4), 0.4),
+        (np.float32(0.25), 0.25),
+    ],
 )
 def test_a_share_is_a_float(written, meant):
     found = share_or_bytes(written)
     assert found == pytest.approx(meant, rel=1e-12)
-    assert isinstance(found, float)
+    assert type(found) is float
 
 
 @pytest.mark.parametrize(
@@ -48,6 +60,9 @@ def test_a_share_is_a_float(written, meant):
     [
         (True, "must not be True"),
         (False, "must not be False"),
+        (np.True_, "must be an int"),
+        (np.int64(5), "less than 1 MiB"),
+        (np.float64(2), "more than 0 and at most all"),
         (None, "not None"),
         ([MIB], "must be an int, a float or a text"),
         (0, "less than 1 MiB"),

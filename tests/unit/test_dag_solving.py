@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.activation._solving.dag_solving import Interval, Saving, solve_intervals
 from holdfast.activation._solving.schedule import Infeasible
+from holdfast.errors import PlanError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,3 +175,17 @@ def test_without_scipy_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r'pip install "holdfast\[solver\]"'):
         solve_intervals([Interval(name="all", live_bytes=9)], [], {(0, 0): 0.0}, 9)
+
+
+def test_a_search_ends_when_its_time_does():
+    chance = random.Random(3)
+    case = Case(
+        live=[30_000] * 40,
+        freed=[[[chance.randrange(900) for _ in range(40)] for _ in range(3)] for _ in range(30)],
+        times=[[chance.randrange(1, 1000) for _ in range(3)] for _ in range(30)],
+    )
+    parts = case.intervals(), case.savings(), case.extra_s()
+    with pytest.raises(PlanError, match=r"no choice of options within 1e-09 s.*solver='chain'"):
+        solve_intervals(*parts, 21_000, most_s=1e-9)
+    # The fastest takes minutes to prove: what there is in a second fits, and that is enough.
+    assert case.peak(solve_intervals(*parts, 21_000, most_s=1.0)) <= 21_000

@@ -26,7 +26,7 @@ from holdfast.activation._reporting.text import text
 from holdfast.activation._reporting.words import in_bytes, in_seconds, wrapped
 
 MIB = 2**20
-KINDS = {"keep", "recipes", "input", "segment", "moved", "other"}
+KINDS = {"keep", "recipes", "input", "segment", "moved"}
 HOSTILE = '<script>alert("1")</script>&amp;\'x\x1b[31m\x00\ud800\u202eend'
 SHOWN = '<script>alert("1")</script>&amp;\'x\ufffd[31m\ufffd\ufffd\ufffdend'
 
@@ -103,12 +103,8 @@ def report_of(choices=("recipes", "recipes", "keep"), **changes):
     return dataclasses.replace(made, **changes)
 
 
-def unmeasured(**changes):
-    return report_of(after=None, measured_peak_bytes=None, measured_step_s=None, **changes)
-
-
 def hostile():
-    made = report_of(("recipes", "keep", HOSTILE))
+    made = report_of(("recipes", "keep", f"segment {HOSTILE}"))
     rows = tuple(
         dataclasses.replace(row, name=f"{HOSTILE}.{at}", detail=HOSTILE)
         for at, row in enumerate(made.rows)
@@ -122,11 +118,6 @@ REPORTS = {
     "three blocks": report_of(),
     "one stage": report_of(("keep",)),
     "no extra time": report_of(("keep",) * 5),
-    "unmeasured": unmeasured(),
-    "infeasible": unmeasured(
-        budget_bytes=5 * MIB, notes=("The budget is 7 MiB below what any plan reaches.",)
-    ),
-    "missed": report_of(budget_bytes=13 * MIB),
     "every choice": report_of(("keep", "recipes", "input", "segment 3-4", "segment 3-4", "moved")),
     "many": report_of(("input",) * 60 + ("recipes",) * 50 + ("keep",) * 10),
     "no curve": report_of(curve=()),
@@ -136,7 +127,7 @@ REPORTS = {
     ),
     "nothing at all": report_of(
         before=Timeline(bytes_=(), marks=(), peak_bytes=0),
-        after=None,
+        after=Timeline(bytes_=(), marks=(), peak_bytes=0),
         curve=(),
         rows=(),
         save_all_peak_bytes=0,
@@ -399,36 +390,19 @@ def test_the_curve_marks_what_was_chosen_and_what_bounds_it():
         assert any(hint.startswith(shown) for hint in made.hints())
 
 
-def test_an_unmeasured_plan_claims_no_measurement():
-    report = unmeasured()
-    made = Page.of(report)
-    assert "It should fit: a step is predicted to peak at" in made.said()
-    assert "No step with it was measured." in made.said()
-    for shown in (made.said(), " ".join(text(report, 120).split())):
-        assert shown.count("measured") == shown.count("No step with it was measured.") == 1
-    assert not [path for path in made.all("path", "area") if "after" in path["class"]]
-    assert len(made.all("path", "predicted")) == 2
-    assert not made.all("circle", "measured")
-    assert "█ after" not in text(report, 100)
+def test_what_slots_hid_is_said_only_where_they_hid_something():
+    assert "a budget larger by 12.0 KiB admits all that this hid" in Page.of(report_of()).said()
+    exact = report_of(rounding_bytes=0)
+    for shown in (Page.of(exact).said(), text(exact, 100)):
+        assert "Planned in 1.50 s, 15.0 times a step." in shown
+        assert "slots" not in shown
+        assert "0 B admits" not in shown
 
 
-def test_a_budget_that_cannot_be_met_names_the_smallest_and_why():
-    report = REPORTS["infeasible"]
-    for shown in (Page.of(report).said(), " ".join(text(report, 100).split())):
-        assert (
-            "It does not fit: the budget of 5.00 MiB is below the smallest that can be met, "
-            "12.0 MiB, set by the backward of blocks.0." in shown
-        )
-        assert "The budget is 7 MiB below what any plan reaches." in shown
-    assert "fits" not in Page.of(report).all("p", "verdict")[0]["class"].split()
-    assert "fits" in Page.of(report_of()).all("p", "verdict")[0]["class"].split()
-
-
-def test_a_missed_budget_says_by_how_much():
-    report = REPORTS["missed"]
-    over = in_bytes(report.measured_peak_bytes - report.budget_bytes)
-    assert f"{over} over the budget of 13.0 MiB" in Page.of(report).said()
-    assert f"missed by {over}" in text(report, 100)
+def test_a_choice_nobody_makes_is_refused():
+    """It would become a class of the page's elements."""
+    with pytest.raises(ValueError, match="no stage is run by the choice"):
+        page(report_of(("keep", 'x" onload="')))
 
 
 def test_no_extra_time_and_less_time_are_said_as_such():
@@ -564,10 +538,11 @@ def test_the_chart_is_as_high_as_what_is_alive():
 
 def test_the_chart_draws_the_budget_where_nothing_is():
     rising = Timeline(bytes_=tuple(range(100)), marks=(), peak_bytes=99)
-    lines = chart(report_of(before=rising, after=None, budget_bytes=50), 80)
+    low = Timeline(bytes_=(0,), marks=(), peak_bytes=0)
+    lines = chart(report_of(before=rising, after=low, budget_bytes=50), 80)
     (limit,) = (line for line in lines if "┄" in line)
     assert re.fullmatch(r"budget 50 B ┤┄+░+", limit)
-    assert not [line for line in chart(report_of(before=rising, after=None), 80) if "┄" in line]
+    assert not [line for line in chart(report_of(before=rising, after=low), 80) if "┄" in line]
 
 
 timelines = st.lists(st.integers(0, 10**12), min_size=1, max_size=400).flatmap(
@@ -612,7 +587,8 @@ def test_a_stage_too_short_for_the_points_has_the_one_it_is_in():
     mark = Mark(kind="forward", stage=0, start=1, end=1)
     timeline = Timeline(bytes_=(1, 7, 3), marks=(mark,), peak_bytes=7)
     assert highest(timeline, mark) == 7
-    assert "forward of blocks.0 (recipes): 7 B" in Page.of(unmeasured(before=timeline)).hints()
+    shown = Page.of(report_of(before=timeline, after=timeline)).hints()
+    assert "forward of blocks.0 (recipes): 7 B → 7 B" in shown
 
 
 @given(timelines, timelines)

@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 
 from holdfast.activation._measuring.stretches import END, Course, Stretch
 from holdfast.activation._planning.choosing import chain_of
-from holdfast.activation._planning.deciding import Decision, PlannedStage, smallest
+from holdfast.activation._planning.deciding import Decision, PlannedStage
 from holdfast.activation._planning.linking import Pass, passes_of
 from holdfast.activation._planning.seen import Made, Profile, Recipes, StageProfile
 from holdfast.activation._planning.showing import report_of, timeline_of
+from holdfast.activation._planning.sizes import bucket, even
 from holdfast.activation._recipes.drops import Drop, Drops
 from holdfast.activation._recipes.expecting import Expected
 from holdfast.activation._solving.chain import Chain, Option, Stage
 from holdfast.activation._solving.schedule import Schedule, Segment, Step
 from holdfast.activation._solving.simulating import simulate
-from holdfast.activation._solving.solving import Solution, solve
+from holdfast.activation._solving.solving import Solution, curve, lowest, solve
 from holdfast.errors import PlanError
 
 KIB = 1024
@@ -165,6 +166,21 @@ def test_times_are_those_of_whole_steps():
     assert chain.stages[0].options[-1].extra_s == pytest.approx(0.6)
 
 
+def test_every_replay_takes_as_much_more_than_its_forward_however_short_that_is():
+    stages = [stage_profile(0, replayed_s=[1.0]), stage_profile(1, kind="Long", replayed_s=[3.0])]
+    chain = chain_of(
+        replace(profile(stages), seconds={"kept": 10.0, "replayed": 16.0, "remade": 10.0})
+    )
+    assert [stage.forward_s for stage in chain.stages] == pytest.approx([2.0, 4.0])
+
+
+def test_dropping_takes_time_beside_the_making_and_so_does_finding_what_to_drop():
+    stages = [stage_profile(number, dropping_s=[0.4]) for number in range(3)]
+    seconds = {"kept": 10.0, "replayed": 13.0, "remade": 10.0 + 3 * (0.4 + 0.3)}
+    options = chain_of(replace(profile(stages), seconds=seconds)).stages[0].options
+    assert [each.extra_s for each in options] == pytest.approx([0.0, 0.3, 0.5, 0.7])
+
+
 def test_a_disturbed_measurement_does_not_make_things_free():
     lucky = replace(profile(), seconds={"kept": 10.0, "replayed": 9.0, "remade": 10.0})
     chain = chain_of(lucky)
@@ -251,7 +267,11 @@ def chain(count=4, *, replayable=True):
     )
 
 
-def decision(schedule, of=None, *, solved=300 * KIB, numel=1000):
+def floor():
+    return lowest(lambda budget: solve(chain(), budget))
+
+
+def decision(schedule, of=None, *, solved=300 * KIB):
     of = of or chain()
     return Decision(
         stages=tuple(
@@ -261,7 +281,6 @@ def decision(schedule, of=None, *, solved=300 * KIB, numel=1000):
         chain=of,
         schedule=schedule,
         solved_bytes=solved,
-        input_numel=numel,
     )
 
 
@@ -284,7 +303,7 @@ MIXED = Schedule(choices=(None, None, 1, 0), segments=(PAIR,))
 
 
 def test_the_actions_of_the_sample_are_those_of_its_schedule():
-    found = decision(MIXED).actions(0)
+    found = decision(MIXED).actions()
     assert found.problem == ""
     first, second, third, fourth = found.stages.values()
     assert [each.kind for each in found.stages.values()] == [
@@ -305,38 +324,38 @@ def test_a_stage_alone_in_its_segment_keeps_its_input():
     alone = Segment(
         first=3, last=3, steps=(Step(kind="replay", stage=3), Step(kind="backward", stage=3))
     )
-    actions = decision(Schedule(choices=(0, 0, 0, None), segments=(alone,))).actions(0)
+    actions = decision(Schedule(choices=(0, 0, 0, None), segments=(alone,))).actions()
     assert actions.stages["blocks.3"].kind == "input"
 
 
 def test_nothing_is_spared_by_a_stage_that_cannot_be_replayed():
-    actions = decision(Schedule(choices=(0,) * 4), chain(replayable=False)).actions(0)
+    actions = decision(Schedule(choices=(0,) * 4), chain(replayable=False)).actions()
     assert {each.spare_bytes for each in actions.stages.values()} == {0}
 
 
 @pytest.mark.parametrize(
-    ("numel", "bucket"),
-    [(1000, 0), (999, 0), (1001, 1), (1125, 1), (1126, 2), (889, 0), (888, -1), (500, -5), (0, 0)],
+    ("length", "expected"),
+    [(1000, 0), (999, 0), (1001, 1), (1125, 1), (1126, 2), (889, 0), (888, -1), (500, -5)],
 )
-def test_sizes_are_decided_for_in_steps_of_an_eighth(numel, bucket):
-    assert decision(MIXED).bucket(numel) == bucket
+def test_lengths_are_decided_for_in_steps_of_an_eighth(length, expected):
+    assert bucket(length, 1000) == expected
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**12))
-def test_a_size_is_never_taken_for_a_smaller_one(numel, sample):
-    found = decision(MIXED, numel=sample).bucket(numel)
-    assert 1.125**found * sample >= numel * (1 - 1e-6)
-    assert 1.125 ** (found - 1) * sample < numel * (1 + 1e-6)
+def test_a_length_is_never_taken_for_a_smaller_one(length, sample):
+    found = bucket(length, sample)
+    assert 1.125**found * sample >= length * (1 - 1e-6)
+    assert 1.125 ** (found - 1) * sample < length * (1 + 1e-6)
 
 
-def test_without_a_size_to_compare_every_batch_is_the_samples():
-    assert decision(MIXED, numel=0).bucket(10**9) == 0
+def grown_by(*factors):
+    return [even(factor, len(MADE.made)) for factor in factors]
 
 
 def test_smaller_batches_keep_what_fits_and_larger_ones_keep_less():
     made = decision(Schedule(choices=(1,) * 4), solved=420 * KIB)
-    small = made.actions(made.bucket(500))
-    large = made.actions(made.bucket(1500))
+    small = made.actions(grown_by(*[0.5] * 4))
+    large = made.actions(grown_by(*[1.5] * 4))
     assert {each.kind for each in small.stages.values()} == {"keep"}
     assert {each.kind for each in large.stages.values()} & {"segment", "input"}
     assert small.problem == large.problem == ""
@@ -344,16 +363,16 @@ def test_smaller_batches_keep_what_fits_and_larger_ones_keep_less():
 
 def test_a_batch_that_no_schedule_fits_is_kept_as_small_as_can_be_and_told():
     made = decision(Schedule(choices=(0,) * 4))
-    found = made.actions(made.bucket(5000))
+    found = made.actions(grown_by(*[5.2] * 4))
     assert "5.20 times the sample's size" in found.problem
     assert "short by" in found.problem
     assert found.stages["blocks.0"].kind in {"segment", "input"}
     assert found.stages["blocks.1"].kind in {"segment", "input"}
 
 
-@pytest.mark.parametrize("bucket", [-200, -30, -1, 1, 30, 150])
-def test_any_size_can_be_decided_for(bucket):
-    found = decision(Schedule(choices=(0,) * 4)).actions(bucket)
+@pytest.mark.parametrize("factor", [1e-9, 0.03, 0.9, 1.125, 30.0, 1e6, 1e18])
+def test_any_size_can_be_decided_for(factor):
+    found = decision(Schedule(choices=(0,) * 4)).actions(grown_by(*[factor] * 4))
     assert list(found.stages) == [f"blocks.{number}" for number in range(4)]
 
 
@@ -390,7 +409,7 @@ def test_an_unknown_kind_of_option_is_refused():
 
 
 def test_the_smallest_solution_is_one_that_fits_and_a_byte_less_does_not():
-    found, why = smallest(chain())
+    found, why = floor()
     assert simulate(chain(), found.schedule).peak_bytes == found.peak_bytes
     assert why
     below = solve(chain(), found.peak_bytes - 1)
@@ -417,11 +436,13 @@ def report(schedule, *, extra_s=1.5):
             schedule=schedule,
             extra_s=extra_s,
             peak_bytes=250 * KIB,
-            slot_bytes=1,
             rounding_bytes=7,
         ),
         step_of([8, 0, 60, 100], peak=110),
+        stages=decision(schedule).stages,
         chain=chain(),
+        floor=floor(),
+        curve=curve(chain()),
         limit=300 * KIB,
         times=(10.0, 12.0),
         planning_s=99.0,
@@ -437,7 +458,7 @@ def test_a_report_says_what_was_measured_and_what_was_predicted():
     assert found.save_all_peak_bytes == (4 + 300 + 120) * KIB
     assert (found.step_s, found.measured_step_s) == (10.0, 12.0)
     assert found.predicted_step_s == 11.5
-    assert found.smallest_bytes == smallest(chain())[0].peak_bytes
+    assert found.smallest_bytes == floor()[0].peak_bytes
     assert found.rounding_bytes == 7
     assert found.notes == ()
     assert found.before.peak_bytes == found.save_all_peak_bytes

@@ -28,6 +28,7 @@ from holdfast.activation._recomputing.graph import DependencyGraph
 from holdfast.activation._recomputing.profile import RecomputationProfile
 from holdfast.activation._regions.checkpoint import checkpoint
 from holdfast.activation._regions.default import default_manager
+from holdfast.activation._reporting.report import PlanReport
 
 __all__ = [
     "ActivationEvent",
@@ -46,6 +47,7 @@ __all__ = [
     "LayerRecomputationStats",
     "MemoryStats",
     "PeakReport",
+    "PlanReport",
     "RecomputationCache",
     "RecomputationEngine",
     "RecomputationProfile",

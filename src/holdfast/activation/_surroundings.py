@@ -1,10 +1,10 @@
 """What code runs under without being told: autocast, default dtype and device, the kernels that
-are allowed. Knows how to note it and bring it back, not why.
+are allowed, what decides the last bits. Knows how to note it and bring it back, not why.
 
 torch's own checkpoint brings back autocast and the default device. The attention kernels decide
-which tensors are saved, the default dtype what new tensors are, oneDNN and the precision of
-matrix products their last bits: a replay that runs after their
-``with`` block has ended must see them as the forward did.
+which tensors are saved, the default dtype what new tensors are, threads and libraries and their
+precision the last bits: what is computed again after their ``with`` block has ended must see them
+as the forward did.
 """
 
 import contextlib
@@ -17,6 +17,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+# Asked for one by one: torch.get_float32_matmul_precision() raises where they differ.
+_PRECISE = [("mkldnn", "matmul"), ("mkldnn", "conv")]
+if torch.version.cuda is not None:
+    _PRECISE += [("cuda", "matmul"), ("cuda", "conv")]
+_tiny = 2.0**-1022  # the half of it is there only if numbers that small are not taken for 0
+
+
+class Arithmetic(NamedTuple):
+    """A note of what decides the last bits of a result besides its operands: the sum of many
+    numbers depends on how many threads share it."""
+
+    threads: int
+    onednn: bool
+    deterministic: bool
+    flushes: bool
+    precisions: tuple[str, ...]
+
 
 class Surroundings(NamedTuple):
     """A note of what a call ran under."""
@@ -26,14 +43,52 @@ class Surroundings(NamedTuple):
     dtype: Any
     device: Any
     attention: tuple[bool, ...]
-    onednn: bool
-    matmul_precision: str
+    arithmetic: Arithmetic
 
 
 @functools.cache
 def _device_types() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def arithmetic() -> Arithmetic:
+    """What operations are computed under now, in this thread."""
+    precision = torch._C._get_fp32_precision_getter  # noqa: SLF001 -- torch.backends.mkldnn.matmul.fp32_precision, faster
+    return Arithmetic(
+        torch.get_num_threads(),
+        torch._C._get_mkldnn_enabled(),  # noqa: SLF001 -- torch.backends.mkldnn.enabled, 20 x faster
+        torch.are_deterministic_algorithms_enabled(),
+        _tiny * 0.5 == 0.0,
+        tuple([precision(library, what) for library, what in _PRECISE]),
+    )
+
+
+@contextlib.contextmanager
+def as_computed(then: Arithmetic, now: Arithmetic) -> Iterator[None]:
+    """Within, operations are computed as they were ``then``. What is so already is left alone."""
+    with contextlib.ExitStack() as stack:
+        if now.threads != then.threads:
+            stack.callback(torch.set_num_threads, now.threads)
+            torch.set_num_threads(then.threads)
+        if now.onednn != then.onednn:
+            stack.callback(torch._C._set_mkldnn_enabled, now.onednn)  # noqa: SLF001 -- as above
+            torch._C._set_mkldnn_enabled(then.onednn)  # noqa: SLF001 -- as above
+        for (library, what), was, is_now in zip(
+            _PRECISE, then.precisions, now.precisions, strict=True
+        ):
+            if is_now != was:
+                set_precision = torch._C._set_fp32_precision_setter  # noqa: SLF001 -- as above
+                stack.callback(set_precision, library, what, is_now)
+                set_precision(library, what, was)
+        if now.deterministic != then.deterministic:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            stack.callback(torch.use_deterministic_algorithms, now.deterministic, warn_only=warns)
+            torch.use_deterministic_algorithms(then.deterministic, warn_only=True)
+        if now.flushes != then.flushes:
+            stack.callback(torch.set_flush_denormal, now.flushes)
+            torch.set_flush_denormal(then.flushes)
+        yield
 
 
 def surroundings() -> Surroundings:
@@ -47,8 +102,7 @@ def surroundings() -> Surroundings:
         torch.get_default_dtype(),
         _default_device(),
         _attention(),
-        torch._C._get_mkldnn_enabled(),  # noqa: SLF001 -- torch.backends.mkldnn.enabled, 20 x faster
-        torch.get_float32_matmul_precision(),
+        arithmetic(),
     )
 
 
@@ -62,12 +116,8 @@ def restored(then: Surroundings) -> Iterator[None]:
         if now.dtype != then.dtype:
             stack.callback(torch.set_default_dtype, now.dtype)
             torch.set_default_dtype(then.dtype)
-        if now.onednn != then.onednn:
-            stack.callback(torch._C._set_mkldnn_enabled, now.onednn)  # noqa: SLF001
-            torch._C._set_mkldnn_enabled(then.onednn)  # noqa: SLF001
-        if now.matmul_precision != then.matmul_precision:
-            stack.callback(torch.set_float32_matmul_precision, now.matmul_precision)
-            torch.set_float32_matmul_precision(then.matmul_precision)
+        if now.arithmetic != then.arithmetic:
+            stack.enter_context(as_computed(then.arithmetic, now.arithmetic))
         if now.attention != then.attention:
             stack.enter_context(_attending(then.attention))
         # Autocast is entered even where it is as it was: its cache of cast weights belongs to

@@ -66,7 +66,7 @@ def checkpoint_layers(
     _checks.instance("config", config, CheckpointConfig)
     if manager is not None:
         _checks.instance("manager", manager, CheckpointManager)
-    _refuse_twice(model)
+    refuse_taken(model)
     whole = part_of(model)
     parts = repeated(whole) if config.layers is None else named(whole, config.layers)
     candidates = {part.name: model.get_submodule(part.name) for part in parts}
@@ -248,15 +248,21 @@ class CheckpointedLayers:
         return self._learning is not None and self._config.strategy.learns
 
 
-def _refuse_twice(model: Any) -> None:
+def refuse_taken(model: Any) -> None:
+    """``ValueError`` if layers of the model have a stand-in already, saying whose."""
     for name, module in model.named_modules():
         found = installed(module)
-        if found is not None and found.owner is not None:
-            raise ValueError(
-                f"layer {name!r} is checkpointed already, as {found.owner!r}; nothing was changed. "
-                f"Call undo() of what checkpoint_layers returned first; it is also "
-                f"model.get_submodule({name!r}).forward.owner"
-            )
+        if found is None or found.owner is None:
+            continue
+        if isinstance(found.owner, CheckpointedLayers):
+            whose = f"checkpoint_layers, as {found.owner!r}"
+            undo = "what checkpoint_layers returned"
+        else:
+            whose, undo = "a plan", "what plan.apply() returned, or leave plan.applied()"
+        raise ValueError(
+            f"layer {name!r} is checkpointed already, by {whose}; nothing was changed. Call undo() "
+            f"of {undo} first; it is also model.get_submodule({name!r}).forward.owner"
+        )
 
 
 def _device(module: Any) -> str:

@@ -9,9 +9,10 @@ keeps that number itself, and is asked (``_cuda_peak``).
 """
 
 import collections
+import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 from holdfast.activation._measuring.cuda_peak import CudaPeaks, DevicePeak
-from holdfast.activation._storages import storages
+from holdfast.activation._measuring.gathering import gather, gather_each, visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
         for reference in there:
             storage = reference()
             if storage is not None:
-                self._look(storage, resident=True)
+                self._look(storage, fresh=False, resident=True)
 
     def settle(self) -> None:
         """Bring the level up to date."""
@@ -176,18 +177,23 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the wrapper acts first, and its inner calls come here
-        kwargs = kwargs or {}
         self._bury()
-        given = list(_storages_in((args, kwargs)))
+        given: list[Any] = []
+        gather_each(args, given)
+        if kwargs:
+            gather(kwargs, given)
         made_unseen = func in _MADE_BEFORE_SEEN
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for storage in given:
-            self._touch(storage, fresh=made_unseen, resident=in_backward)
-        result = func(*args, **kwargs)
-        for storage in given:  # which the call may have resized
-            self._look(storage)
-        for storage in _storages_in(result):
-            self._touch(storage, fresh=True)
+            self._touch(storage, made_unseen, in_backward)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if _may_write(func):
+            for storage in given:  # which the call may have resized
+                self._touch(storage, fresh=False, resident=False)
+        made: list[Any] = []
+        gather(result, made)
+        for storage in made:
+            self._touch(storage, fresh=True, resident=False)
         if self.level_bytes > self.peak_bytes:
             self._rise()
         if self._note is not None:
@@ -202,12 +208,15 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
             self._check(self._touched)
         self.peak_bytes = max(self.peak_bytes, self.level_bytes)
 
-    def _touch(self, storage: Any, *, fresh: bool = False, resident: bool = False) -> None:
-        self._look(storage, fresh=fresh, resident=resident)
-        key = storage._cdata  # noqa: SLF001 -- the identity of a storage
-        self._touched[key] = self._watched[key]
+    def _touch(self, storage: Any, fresh: bool, resident: bool) -> None:
+        """Look at what a call was given or has made."""
+        key, size_bytes = storage._cdata, storage.nbytes()  # noqa: SLF001 -- the identity of a storage
+        watched = self._watched.get(key)
+        if watched is None or watched.size_bytes != size_bytes or watched() is not storage:
+            watched = self._look(storage, fresh, resident)
+        self._touched[key] = watched
 
-    def _look(self, storage: Any, *, fresh: bool = False, resident: bool = False) -> None:
+    def _look(self, storage: Any, fresh: bool, resident: bool) -> _Watched:
         """Count a storage as it is now. One not seen before was made just now if ``fresh``, was
         there at the start if ``resident``; else by something out of sight, whose it stays: then
         neither its bytes nor its death count."""
@@ -215,10 +224,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
         watched = self._watched.get(key)
         # A storage may be made where one has died that is not buried yet.
         if watched is not None and watched() is storage:
-            if watched.counts:
-                self.level_bytes += size_bytes - watched.size_bytes
-            watched.size_bytes = size_bytes
-            return
+            if watched.size_bytes != size_bytes:
+                if watched.counts:
+                    self.level_bytes += size_bytes - watched.size_bytes
+                watched.size_bytes = size_bytes
+            return watched
         watched = _Watched(storage, self._dead.append)
         watched.key, watched.size_bytes = key, size_bytes
         # Memory that torch cannot resize is not torch's: NumPy's, or a mapped file.
@@ -227,6 +237,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
         self._watched[key] = watched
         if watched.counts and fresh:
             self.level_bytes += size_bytes
+        return watched
 
     def _bury(self) -> None:
         while self._dead:
@@ -244,7 +255,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[misc]
         changed = [storage for storage in looked if storage is not None]
         self._resized_by_hand |= bool(changed)
         for storage in changed:
-            self._look(storage)
+            self._look(storage, fresh=False, resident=False)
         self._unchecked = 0
 
 
@@ -253,8 +264,11 @@ def residents() -> list[weakref.ref[Any]]:
     chance during a call, it would hide a peak."""
     if not any(isinstance(mode, _Meter) for mode in _get_current_dispatch_mode_stack()):
         gc.collect()
+    found: list[Any] = []
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- torch has no other name for it
-        return [weakref.ref(storage) for seen in _visible() for storage in _storages_in(seen)]
+        for seen in visible():
+            gather(seen, found)
+    return list(map(weakref.ref, found))
 
 
 class LevelMeter(_Meter):
@@ -274,8 +288,6 @@ class LevelMeter(_Meter):
 
 _CHECKED_PER_PEAK = 64
 
-_MEMORY = (torch.Tensor, torch.UntypedStorage)
-
 # What these are given was made just now, past the dispatcher: by torch.tensor, by torch.load.
 _MADE_BEFORE_SEEN = frozenset(
     {
@@ -286,23 +298,8 @@ _MADE_BEFORE_SEEN = frozenset(
 )
 
 
-def _visible() -> Iterator[Any]:
-    """Every tensor that Python can see, its gradient, and every storage."""
-    # By class: isinstance would ask strange objects, some of which warn or load modules.
-    found = [each for each in gc.get_objects() if issubclass(type(each), _MEMORY)]
-    while found:
-        each = found.pop()
-        yield each
-        if isinstance(each, torch.Tensor) and each.is_leaf and each.grad is not None:
-            yield each.grad
-
-
-def _storages_in(value: Any) -> Iterable[Any]:
-    """The storages of all tensors in what a call is given or returns."""
-    if isinstance(value, torch.Tensor):
-        return storages(value)
-    if isinstance(value, list | tuple):
-        return [storage for each in value for storage in _storages_in(each)]
-    if isinstance(value, dict):
-        return [storage for each in value.values() for storage in _storages_in(each)]
-    return [value] if isinstance(value, torch.UntypedStorage) else []
+@functools.cache
+def _may_write(func: Any) -> bool:
+    """Whether an operation may change what it is given, its size too."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or bool(schema.is_mutable)

@@ -16,15 +16,24 @@ from holdfast.activation._layers.layer_forward import (
     install,
     remove,
 )
-from holdfast.activation._planning.deciding import Action, Decision
-from holdfast.activation._planning.linking import Linked, hooked, may_link, run_linked
+from holdfast.activation._planning.deciding import Decision
+from holdfast.activation._planning.forwards import Acting, Decided, Forwards, Known
+from holdfast.activation._planning.linking import Linked, Pass, hooked, may_link, run_linked
 from holdfast.activation._planning.profiling import moving
-from holdfast.activation._planning.stages import numel_of, roots_of
-from holdfast.activation._recipes.dropping import Dropping
+from holdfast.activation._planning.sizes import Shapes, shapes_of, size_of
+from holdfast.activation._planning.stages import roots_of
+from holdfast.activation._regions.region import Region
 
 _log = logging.getLogger("holdfast.activation")
 
-_HOOKED = "keeps its input: other hooks are at work on what autograd saves"
+_UNFORESEEN = (
+    "meets larger inputs than any forward before that began like this one: it keeps as little as "
+    "can be, as do the stages after it, but this step may exceed the budget"
+)
+_NOT_REPLAYED = (
+    "keeps what was planned for smaller inputs: it cannot be run again, so what larger ones save "
+    "is not known"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +44,18 @@ class Fallback:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Acting:
-    """What a stage does, ready to be done."""
-
-    action: Action
-    dropping: Dropping | None
-
-
 class _Forward(threading.local):
-    """Where the forward of this thread is."""
+    """Where the forward of this thread is: what it began like, what was decided for that then, the
+    stage that ran last, and those that kept no more than inputs because nothing was decided for
+    what they met. ``is_off``: what was decided no longer holds; ``is_larger``: as these met larger
+    inputs than the sample's. Nothing in it keeps a tensor alive."""
 
-    stages: Mapping[str, _Acting] | None = None
+    known: Known | None = None
+    decided: Decided | None = None
+    number = -1
+    learned: tuple[int, ...] = ()
+    is_off = False
+    is_larger = False
     owed_bytes = 0
     last: tuple[int, Linked] | None = None
 
@@ -55,9 +64,10 @@ class AppliedPlan:
     """A plan that a model follows until it is undone; also as a context. Thread-safe.
 
     The stages keep it alive, it does not keep the model alive. In eval mode or without gradients
-    they run as they are. Batches of another size than the sample's are decided for when they first
-    come, which takes up to a second. A stage whose graph is not the one that was planned keeps
-    everything, and stages after it keep only their inputs until that is made up for; see
+    they run as they are. When a forward begins with shapes that none before began with, its stages
+    keep only inputs, and it is seen what they would save; when such a forward comes again, it is
+    decided for, which takes up to a second. A stage whose graph is not the one that was planned
+    keeps everything, and stages after it keep only their inputs until that is made up for; see
     ``fallbacks``. Neither is so where stages call collectives when they are run again: then all
     batches are decided for like the sample, for ranks that did not do alike would wait for ever.
     """
@@ -70,11 +80,12 @@ class AppliedPlan:
         self._mover = None if tier is None else CheckpointManager(tier.tier, folder=tier.folder)
         self._modules: dict[str, weakref.ref[Any]] = {}
         self._lock = threading.Lock()
-        self._known: dict[int, Mapping[str, _Acting]] = {}
+        self._forwards = Forwards(decision)
+        self._numbers = {stage.name: number for number, stage in enumerate(decision.stages)}
         self._fallbacks: dict[Fallback, None] = {}
         self._now = _Forward()
 
-    def install(self, modules: Mapping[str, Any]) -> None:
+    def _install(self, modules: Mapping[str, Any]) -> None:
         """Have the stages follow the plan."""
         with self._lock:
             for name, module in modules.items():
@@ -84,6 +95,7 @@ class AppliedPlan:
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """Where the plan was not followed, each case once."""
+        self._finish(self._now)
         return tuple(self._fallbacks)
 
     def undo(self) -> None:
@@ -106,21 +118,85 @@ class AppliedPlan:
     ) -> None:
         self.undo()
 
-    def run(self, name: str, module: Any, forward: Forward, call: Arguments) -> Any:
+    def _call(self, name: str, module: Any, forward: Forward, call: Arguments) -> Any:
         """A stage's call in training."""
+        number = self._numbers[name]
+        if not may_link():
+            return self._as_planned(number, name, module, forward, call)
         now = self._now
-        if name == self._first or now.stages is None:
-            now.stages, now.owed_bytes, now.last = self._stages(call), 0, None
-        acting = now.stages[name]
-        action = acting.action
+        shapes = shapes_of(call)
+        known = now.known
+        if number <= now.number or known is None:
+            known = self._begin(now, number, shapes)
+        now.number = number
+        if now.decided is not None and not now.is_off:
+            expected = shapes in known.expected[number]
+            if expected or self._forwards.expects(known, number, shapes, call):
+                return self._follow(now.decided.stages[number], name, module, forward, call)
+        return self._learn(known, name, module, forward, call)
+
+    def _recomputes(self, name: str) -> bool:
+        """A copy of the model has no plan, so it replays what it cannot drop."""
+        number = self._numbers[name]
+        kind = self._forwards.planned.stages[number].action.kind
+        return kind != "keep" and self._decision.chain.stages[number].replayable
+
+    def _begin(self, now: _Forward, number: int, shapes: Shapes) -> Known:
+        self._finish(now)
+        known = now.known = self._forwards.beginning(number, shapes)
+        now.decided, now.is_off, now.is_larger = known.decided, False, False
+        now.owed_bytes, now.last = 0, None
+        if now.decided is not None and now.decided.problem:
+            self._note(self._first, now.decided.problem)
+        if self._decision.communicates and self._forwards.is_larger(number, shapes):
+            self._note(self._first, "meets larger batches than the sample, and does as for that")
+        return known
+
+    def _finish(self, now: _Forward) -> None:
+        """Tell of a forward that met what nothing was decided for, if that can have been too much
+        though all stages that did kept as little as they can."""
+        known, learned, now.learned = now.known, now.learned, ()
+        if known is None or not learned:
+            return
+        first = self._decision.stages[learned[0]].name
+        decided = now.decided
+        if decided is None and now.is_larger:
+            decided, learned = self._forwards.least(), ()
+        if self._forwards.may_exceed(known, decided, learned):
+            self._note(first, _UNFORESEEN)
+
+    def _learn(
+        self, known: Known, name: str, module: Any, forward: Forward, call: Arguments
+    ) -> Any:
+        """Run a stage that meets what nothing was decided for, and take note of what it saves."""
+        now = self._now
+        number = now.number
+        if not self._decision.chain.stages[number].replayable:
+            if not self._forwards.meet(known, number, call):
+                now.is_off = True
+                if self._forwards.saves_more(number, call):
+                    self._note(name, _NOT_REPLAYED)
+            acting = (now.decided or self._forwards.planned).stages[number]
+            return self._follow(acting, name, module, forward, call)
+        now.is_larger |= self._forwards.is_larger(number, shapes_of(call))
+        passes = self._forwards.least().stages[number].action.passes if now.is_larger else {}
+        output, region = self._linked(passes, name, module, forward, call)
+        constants = {each.numel() for each in module.parameters()}
+        if not self._forwards.learn(known, number, size_of(call, region), constants):
+            now.is_off = True
+        now.learned += (number,)
+        return output
+
+    def _follow(
+        self, acting: Acting, name: str, module: Any, forward: Forward, call: Arguments
+    ) -> Any:
+        """Run a stage as it was decided."""
+        now, action = self._now, acting.action
         if action.kind == "segment":
-            return self._in_segment(action, name, module, forward, call)
+            return self._linked(action.passes, name, module, forward, call)[0]
         if now.owed_bytes > 0 and action.spare_bytes > 0:
             now.owed_bytes -= action.spare_bytes
             self._note(name, "keeps only its input, to make up for what a stage before it kept")
-            return checkpointed(name, module, forward, call, self._manager)
-        if acting.dropping is not None and action.spare_bytes > 0 and hooked():
-            self._note(name, _HOOKED)
             return checkpointed(name, module, forward, call, self._manager)
         if action.kind == "input":
             return checkpointed(name, module, forward, call, self._manager)
@@ -133,58 +209,49 @@ class AppliedPlan:
             self._note(name, "keeps everything: its graph is not the one that was planned")
         return output
 
-    _call = run
-
-    def _recomputes(self, name: str) -> bool:
-        """A copy of the model has no plan, so it replays what it cannot drop."""
-        action = self._acting(0)[name].action
-        return action.kind != "keep" and self._decision.chain.stages[action.number].replayable
-
-    def _in_segment(
-        self, action: Action, name: str, module: Any, forward: Forward, call: Arguments
-    ) -> Any:
-        if not may_link():
-            self._note(name, _HOOKED)
-            return checkpointed(name, module, forward, call, self._manager)
-        now = self._now
+    def _linked(
+        self, passes: Mapping[int, Pass], name: str, module: Any, forward: Forward, call: Arguments
+    ) -> tuple[Any, Region]:
+        """Run a stage of the segment that has these passes; without any, one that is alone."""
+        now, number = self._now, self._numbers[name]
         last, now.last = now.last, None
-        linked_to = action.number - 1 in action.passes
-        output, linked = run_linked(
-            action.number,
+        linked_to = number - 1 in passes
+        output, region, linked = run_linked(
+            number,
             module,
             forward,
             call,
             name=name,
-            before=last[1] if linked_to and last and last[0] == action.number - 1 else None,
-            passes=action.passes,
+            before=last[1] if linked_to and last and last[0] == number - 1 else None,
+            passes=passes,
             manager=self._manager,
         )
-        if linked_to and linked.link is None:
+        if linked_to and last is not None and linked.link is None:
             self._note(name, "keeps its input: it is not what the stage before returned")
-        if action.number + 1 in action.passes:
-            now.last = (action.number, linked)
-        return output
+        if number + 1 in passes:
+            now.last = (number, linked)
+        return output, region
 
-    def _stages(self, call: Arguments) -> Mapping[str, _Acting]:
-        numel = numel_of(call)
-        if self._decision.communicates and numel > self._decision.input_numel:
-            self._note(self._first, "meets larger batches than the sample, and does as for that")
-        return self._acting(self._decision.bucket(numel))
-
-    def _acting(self, bucket: int) -> Mapping[str, _Acting]:
-        found = self._known.get(bucket)
-        if found is None:
-            actions = self._decision.actions(bucket)
-            found = self._known[bucket] = {
-                name: _Acting(
-                    action=action,
-                    dropping=None if action.drops is None else Dropping(name, action.drops),
-                )
-                for name, action in actions.stages.items()
-            }
-            if actions.problem:
-                self._note(self._first, actions.problem)
-        return found
+    def _as_planned(
+        self, number: int, name: str, module: Any, forward: Forward, call: Arguments
+    ) -> Any:
+        """Run a stage where others' hooks are at work on what autograd saves, or tensors are only
+        traced. What is done depends on the shapes alone: under another checkpoint a stage runs
+        again, and must then do the same."""
+        acting = self._forwards.planned.stages[number]
+        action = acting.action
+        is_hooked, drops = hooked(), acting.dropping is not None
+        other = is_hooked and self._forwards.is_other(number, call)
+        replays = action.kind in {"input", "segment"} or (drops and action.spare_bytes > 0) or other
+        if is_hooked and (drops or other or action.kind == "segment"):
+            kept = "its input" if replays else "everything"
+            self._note(name, f"keeps {kept}: other hooks are at work on what autograd saves")
+        if replays:
+            return checkpointed(name, module, forward, call, self._manager)
+        if action.kind == "moved" and self._mover is not None:
+            return moving(self._mover, name, module, forward, call)
+        args, kwargs = call
+        return forward(*args, **kwargs)
 
     def _note(self, stage: str, reason: str) -> None:
         fallback = Fallback(stage=stage, reason=reason)

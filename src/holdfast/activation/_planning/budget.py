@@ -2,7 +2,10 @@
 
 import math
 import re
+from numbers import Integral
 from typing import Final
+
+import numpy as np
 
 LEAST_BYTES: Final = 1 << 20
 _MOST_BYTES: Final = 1 << 50
@@ -32,10 +35,10 @@ def share_or_bytes(budget: object) -> float | int:
         raise ValueError(f"budget must not be {budget!r}. {_HINT}")  # noqa: TRY004 -- as every refusal
     if isinstance(budget, str):
         return _parsed(budget)
-    if isinstance(budget, int):
-        return _bytes(budget, repr(budget))
-    if isinstance(budget, float):
-        return _share(budget, repr(budget))
+    if isinstance(budget, Integral):
+        return _bytes(int(budget), repr(budget))
+    if isinstance(budget, float | np.floating):
+        return _share(float(budget), repr(budget))
     raise ValueError(f"budget must be an int, a float or a text, not {budget!r:.200}. {_HINT}")
 
 

@@ -1,7 +1,6 @@
 """From what was seen of a step to what can be chosen. Pure: a profile in, a chain out."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.activation._measuring.stretches import END, Course
@@ -71,26 +70,45 @@ def _head(course: Course, count: int) -> int:
 
 
 class _Costs:
-    """What running a stage again and making a tensor again take in a step. Each was timed by
-    itself; whole steps, with every stage replayed or all tensors remade, say what that comes to
+    """What running a stage again and making a tensor again take in a step. Parts were timed by
+    themselves; whole steps, with every stage replayed or all tensors remade, say what that comes to
     with all that goes with it."""
 
     def __init__(self, profile: Profile) -> None:
-        quickest: dict[Any, float] = {}
-        for seen in profile.stages:
-            known = quickest.get(seen.alike, math.inf)
-            quickest[seen.alike] = min(known, *seen.forward_s)
-        self._quickest = quickest
-        replayed = sum(quickest[seen.alike] for seen in profile.stages if seen.replayable)
-        made = [each for seen in profile.stages if seen.recipes for each in seen.recipes.made]
-        self._replay = _ratio(profile.extra_s("replayed"), replayed)
-        self._make = _ratio(profile.extra_s("remade"), sum(each.seconds for each in made))
+        self._forward = _quickest(profile, lambda seen: seen.replayed_s or seen.forward_s)
+        self._dropping = _quickest(profile, lambda seen: seen.dropping_s)
+        replayed = [self._forward[each.alike] for each in profile.stages if each.replayable]
+        made = [
+            self._dropping[each.alike] + sum(one.seconds for one in each.recipes.made)
+            for each in profile.stages
+            if each.recipes is not None
+        ]
+        extra_s = profile.extra_s("replayed")
+        self._replay = min(1.0, _ratio(extra_s, sum(replayed)))
+        self._around_s = max(0.0, extra_s - sum(replayed)) / max(1, len(replayed))
+        self._make = _ratio(profile.extra_s("remade"), sum(made))
 
     def replay_s(self, seen: StageProfile) -> float:
-        return self._quickest[seen.alike] * self._replay
+        """Every replay takes the same time more than its forward, however short that is."""
+        return self._forward[seen.alike] * self._replay + self._around_s
 
-    def make_s(self, made: Made) -> float:
-        return made.seconds * self._make
+    def make_s(self, seen: StageProfile, made: Sequence[Made]) -> float:
+        """What it costs to drop these of a stage: to find them, as much as to drop one more."""
+        every = len(seen.recipes.made) if seen.recipes is not None else 0
+        dropping_s = self._dropping[seen.alike] * (len(made) + 1) / (every + 1)
+        return (dropping_s + sum(each.seconds for each in made)) * self._make
+
+
+def _quickest(
+    profile: Profile, seconds: Callable[[StageProfile], list[float]]
+) -> dict[object, float]:
+    """Of all stages that are alike."""
+    found: dict[object, float] = {}
+    for seen in profile.stages:
+        for each in seconds(seen):
+            found[seen.alike] = min(each, found.get(seen.alike, each))
+        found.setdefault(seen.alike, 0.0)
+    return found
 
 
 def _ratio(measured_s: float, added_s: float) -> float:
@@ -141,7 +159,7 @@ def _options(
     yield keep
     if seen.recipes is not None:
         fully_bytes = levels["remade"].backward(number)
-        yield from _recipes(seen.recipes, keep, fully_bytes, costs)
+        yield from _recipes(seen, seen.recipes, keep, fully_bytes, costs)
     if "moved" in levels and seen.saved_bytes:
         all_bytes = sum(each.saved_bytes for each in profile.stages)
         yield Option(
@@ -155,23 +173,24 @@ def _options(
         )
 
 
-def _recipes(recipes: Recipes, keep: Option, fully_bytes: int, costs: _Costs) -> list[Option]:
+def _recipes(
+    seen: StageProfile, recipes: Recipes, keep: Option, fully_bytes: int, costs: _Costs
+) -> list[Option]:
     """Ever more tensors dropped, the cheapest by the byte first: no other set of as many bytes
     costs less. What lives in backward falls, as they do, to what was measured with all of them."""
     made = recipes.made
     order = sorted(range(len(made)), key=lambda number: _price(made[number]))
     total = sum(each.freed_bytes for each in made)
     found: list[Option] = []
-    freed, cost = 0, 0.0
+    freed = 0
     for count, number in enumerate(order, start=1):
         freed += made[number].freed_bytes
-        cost += costs.make_s(made[number])
         backward = keep.backward_bytes + freed / total * (fully_bytes - keep.backward_bytes)
         found.append(
             Option(
                 label="recipes",
                 kept_bytes=max(0, keep.kept_bytes - freed),
-                extra_s=cost,
+                extra_s=costs.make_s(seen, [made[each] for each in order[:count]]),
                 backward_bytes=round(backward),
                 dropped=tuple(sorted(order[:count])),
             )

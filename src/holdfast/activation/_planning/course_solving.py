@@ -42,7 +42,6 @@ def solve_freely(chain: Chain, course: Course, budget_bytes: int) -> Solution | 
         schedule=_schedule(chain, found),
         extra_s=sum(extra_s[number, option] for number, option in enumerate(found)),
         peak_bytes=max(peaks),
-        slot_bytes=0,
         rounding_bytes=0,
     )
 
@@ -89,7 +88,9 @@ def _schedule(chain: Chain, found: tuple[int, ...]) -> Schedule:
 
 def _told(mark: object, chain: Chain) -> str:
     match mark:
+        case ("forwarded", int(number)):
+            return f"the forward of {chain.stages[number].name}"
         case (str(kind), int(number)):
-            return f"what comes before the {kind} mark of {chain.stages[number].name}"
+            return f"what comes before the {kind} of {chain.stages[number].name}"
         case _:
             return "the end of the step"

@@ -1,33 +1,42 @@
-"""What each stage is to do, for batches of the sample's size and of others. Pure: values in, values
+"""What each stage is to do, for calls of the sample's shapes and of others. Pure: values in, values
 out; goes through JSON."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+from holdfast.activation._planning.growing import grown
 from holdfast.activation._planning.linking import Pass, passes_of
 from holdfast.activation._planning.seen import Recipes
+from holdfast.activation._planning.sizes import Growth, Size
 from holdfast.activation._recipes.drops import Drops, chosen
 from holdfast.activation._reporting.words import in_bytes
-from holdfast.activation._solving.chain import Chain, Stage
-from holdfast.activation._solving.schedule import Infeasible, Schedule
+from holdfast.activation._solving.chain import Chain
+from holdfast.activation._solving.schedule import Infeasible, Schedule, Segment, Step
 from holdfast.activation._solving.simulating import simulate
-from holdfast.activation._solving.solving import Solution, solve
+from holdfast.activation._solving.solving import lowest, solve
 from holdfast.errors import PlanError
-
-_BUCKET = 1.125
-"""Batches whose sizes differ by less than this factor are decided alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """A stage by name, class and the number of its parameters, and what can be dropped of it."""
+    """A stage by name, class and the number of its parameters, what these are (``weights_of``),
+    what can be dropped of it, and its call in the sample; without that, all calls are taken to be
+    of the sample's size."""
 
     name: str
     kind: str
     parameters: int
     recipes: Recipes | None
+    weights: tuple[str, ...] = ()
+    size: Size | None = None
+
+    @property
+    def made_bytes(self) -> tuple[int, ...]:
+        """The sizes of the storages that recipes make again, in the sample's call."""
+        if self.recipes is None:
+            return ()
+        return tuple(each.size_bytes for each in self.recipes.drops.drops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +62,24 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actions:
-    """What every stage does, and what there is to say of it."""
+    """What every stage does, the schedule that says so, and what there is to say of it."""
 
     stages: Mapping[str, Action]
+    schedule: Schedule
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The schedule chosen for a sample whose first stage has an input of ``input_numel`` numbers,
-    and all that it takes to choose for other sizes: the chain, and the budget to solve it for,
-    which is the user's, corrected by what was measured. ``communicates``: stages call collectives
-    when they are run again, so that all ranks must do the same whatever their batches are."""
+    """The schedule chosen for a sample, and all that it takes to choose for other shapes: the
+    chain, and the budget to solve it for, which is the user's, corrected by what was measured.
+    ``communicates``: stages call collectives when they are run again, so that all ranks must do the
+    same whatever their batches are."""
 
     stages: tuple[PlannedStage, ...]
     chain: Chain
     schedule: Schedule
     solved_bytes: int
-    input_numel: int
     tier: Tier | None = None
     communicates: bool = False
 
@@ -88,29 +97,57 @@ class Decision:
         except (ValueError, IndexError, KeyError) as error:
             raise PlanError(f"this plan does not hold together: {error}") from error
 
-    def bucket(self, numel: int) -> int:
-        """The size of a batch, as a number: 0 for the sample's, 1 for up to 1.125 times that."""
-        if not numel or not self.input_numel or self.communicates:
-            return 0
-        # A little less, or rounding would put the sample itself into another.
-        return math.ceil(math.log(numel / self.input_numel) / math.log(_BUCKET) - 1e-9)
-
-    def actions(self, bucket: int) -> Actions:
-        """What the stages do for batches of that size. Solves the chain, but for the sample's."""
-        if bucket == 0:
-            return Actions(stages=self._actions(self.chain, self.schedule))
-        factor = _BUCKET**bucket
-        chain = _scaled(self.chain, factor)
+    def actions(
+        self, growths: Sequence[Growth] | None = None, prior: Schedule | None = None
+    ) -> Actions:
+        """What the stages do for calls of the sample's shapes, or for such as have grown. Then the
+        chain is solved, unless the ``prior`` schedule fits it."""
+        if growths is None:
+            return Actions(stages=self._actions(self.chain, self.schedule), schedule=self.schedule)
+        chain = self._grown(growths)
+        if prior is not None and self._fits(chain, prior):
+            return Actions(stages=self._actions(chain, prior), schedule=prior)
         found = solve(chain, self.solved_bytes)
-        problem = ""
-        if isinstance(found, Infeasible):
-            problem = (
-                f"meets batches of {factor:.2f} times the sample's size, for which the budget is "
-                f"short by {in_bytes(found.smallest_bytes - self.solved_bytes)}: all is kept as "
-                "small as can be"
-            )
-            found = smallest(chain)[0]
-        return Actions(stages=self._actions(chain, found.schedule), problem=problem)
+        if not isinstance(found, Infeasible):
+            return Actions(stages=self._actions(chain, found.schedule), schedule=found.schedule)
+        problem = (
+            f"meets inputs of up to {max(each.given for each in growths):.2f} times the sample's "
+            f"size, of which stages save up to {max(each.saved for each in growths):.2f} times as "
+            f"much. For these the budget may be short by "
+            f"{in_bytes(found.smallest_bytes - self.solved_bytes)}: all is kept as small as can be"
+        )
+        return replace(self._least(chain), problem=problem)
+
+    def least(self) -> Actions:
+        """What the stages do to take the least."""
+        return self._least(self.chain)
+
+    def exceeds(
+        self, growths: Sequence[Growth], schedule: Schedule | None, replayed: Collection[int]
+    ) -> bool:
+        """Whether stages that have grown take more than there is if those in ``replayed`` keep only
+        their inputs, and the others do as ``schedule`` says, or without one keep everything."""
+        if schedule is None:
+            schedule = Schedule(choices=(0,) * len(self.stages))
+        return not self._fits(self._grown(growths), _replaying(schedule, replayed))
+
+    def _least(self, chain: Chain) -> Actions:
+        # What lives besides what stages save is not known for other shapes. Another stage than it
+        # seems may set the peak: none keeps what it need not.
+        schedule = _smallest(chain)
+        keeping = [
+            number
+            for number, choice in enumerate(schedule.choices)
+            if choice is not None and chain.stages[number].replayable
+        ]
+        schedule = _replaying(schedule, keeping)
+        return Actions(stages=self._actions(chain, schedule), schedule=schedule)
+
+    def _grown(self, growths: Sequence[Growth]) -> Chain:
+        return grown(self.chain, growths, [stage.recipes for stage in self.stages])
+
+    def _fits(self, chain: Chain, schedule: Schedule) -> bool:
+        return simulate(chain, schedule).peak_bytes <= self.solved_bytes
 
     def _actions(self, chain: Chain, schedule: Schedule) -> dict[str, Action]:
         segments = {
@@ -148,7 +185,7 @@ class Decision:
         recipes = self.stages[number].recipes
         if not dropped:
             return None
-        if recipes is None:
+        if recipes is None or len(recipes.made) != len(recipes.drops.drops):
             raise ValueError(f"stage {self.stages[number].name!r} has nothing to drop")
         return chosen(recipes.drops, dropped)
 
@@ -160,43 +197,31 @@ _KINDS: Final[Mapping[str, Literal["keep", "recipes", "moved"]]] = {
 }
 
 
-def smallest(chain: Chain) -> tuple[Solution, str]:
-    """The solution with the lowest peak, and what sets that, in words."""
-    floor = solve(chain, 1)
-    found = solve(chain, floor.smallest_bytes) if isinstance(floor, Infeasible) else floor
+def _smallest(chain: Chain) -> Schedule:
+    """The schedule with the lowest peak."""
+    found, _ = lowest(lambda budget: solve(chain, budget))
     if isinstance(found, Infeasible):
         raise RuntimeError("the smallest budget is one that fits")  # noqa: TRY004 -- of ours
-    return found, floor.reason if isinstance(floor, Infeasible) else ""
+    return found.schedule
 
 
-def _scaled(chain: Chain, factor: float) -> Chain:
-    """The chain with every number of bytes and seconds so many times as large."""
-
-    def bytes_(count: int) -> int:
-        return math.ceil(count * factor)
-
-    def stage(each: Stage) -> Stage:
-        return replace(
-            each,
-            options=tuple(
-                replace(
-                    option,
-                    kept_bytes=bytes_(option.kept_bytes),
-                    backward_bytes=bytes_(option.backward_bytes),
-                    extra_s=option.extra_s * factor,
-                )
-                for option in each.options
-            ),
-            input_bytes=bytes_(each.input_bytes),
-            output_bytes=bytes_(each.output_bytes),
-            forward_s=each.forward_s * factor,
-            forward_bytes=bytes_(each.forward_bytes),
-            replayed_bytes=bytes_(each.replayed_bytes),
-        )
-
-    return replace(
-        chain,
-        stages=tuple(map(stage, chain.stages)),
-        base_bytes=bytes_(chain.base_bytes),
-        head_bytes=bytes_(chain.head_bytes),
+def _replaying(schedule: Schedule, numbers: Collection[int]) -> Schedule:
+    """``schedule``, but that the stages of these numbers keep their inputs, as do all of a segment
+    that has one of them."""
+    alone = set(numbers)
+    segments = []
+    for segment in schedule.segments:
+        members = range(segment.first, segment.last + 1)
+        if alone.isdisjoint(members):
+            segments.append(segment)
+        else:
+            alone.update(members)
+    for number in alone:
+        steps = (Step(kind="replay", stage=number), Step(kind="backward", stage=number))
+        segments.append(Segment(first=number, last=number, steps=steps))
+    return Schedule(
+        choices=tuple(
+            None if number in alone else choice for number, choice in enumerate(schedule.choices)
+        ),
+        segments=tuple(sorted(segments, key=lambda each: each.first)),
     )

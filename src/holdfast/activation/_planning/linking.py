@@ -59,6 +59,7 @@ class Link:
     an abandoned graph is freed at once."""
 
     __slots__ = (
+        "__weakref__",
         "_borrowed",
         "_passes",
         "_place",
@@ -70,13 +71,18 @@ class Link:
     )
 
     def __init__(
-        self, stage: int, before: "Linked", place: int, passes: Mapping[int, Pass]
+        self,
+        stage: int,
+        region: Region,
+        prior: "Link | None",
+        place: int,
+        passes: Mapping[int, Pass],
     ) -> None:
         self.stage = stage
-        self.prior = before.link
+        self.prior = prior
         self.held: Any = None
         self.is_written = False  # by the stage itself
-        self._region = before.region
+        self._region = region  # of the stage before, as the prior link is its input's
         self._place = place
         self._passes = passes
         self._borrowed = False
@@ -122,12 +128,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Linked:
-    """A stage that has run: its region, what became of its input, and the tensors it returned,
-    weakly, with their versions."""
+    """A stage that has run: its region, what became of its input, and the tensors it returned, with
+    their versions. Weakly, so that a forward that fails halfway leaves nothing behind: they live as
+    long as the graph does, but for the region of a stage that saved nothing, ``unowned``."""
 
-    region: Region
-    link: Link | None
+    region: weakref.ref[Region]
+    link: weakref.ref[Link] | None
     output: tuple[tuple[weakref.ref[Any], int], ...]
+    unowned: Region | None
 
     def place_of(self, tensor: Any) -> int | None:
         """Which of its outputs ``tensor`` is, unchanged."""
@@ -139,7 +147,10 @@ class Linked:
 
 
 def hooked() -> bool:
-    """Whether somebody else's hooks are at work on what autograd saves: another checkpoint's."""
+    """Whether somebody else's hooks are at work on what autograd saves: another checkpoint's. What
+    is compiled knows nothing of them."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: SLF001 -- torch has no other name for it
 
 
@@ -159,19 +170,23 @@ def run_linked(
     before: Linked | None,
     passes: Mapping[int, Pass],
     manager: CheckpointManager,
-) -> tuple[Any, Linked]:
+) -> tuple[Any, Region, Linked]:
     """Run a stage with nothing kept but its input, and not that either if ``before``, the stage
     that ran before it in its segment, has just made it."""
-    args, kwargs = call
-    options = RegionOptions(name=name, modules=(module,))
-    region = Region(forward, args, kwargs, options, manager)
+    region = Region(forward, *call, RegionOptions(name=name, modules=(module,)), manager)
     link = None if before is None else _linked(region, stage, before, passes)
     versions = _versions(call) if link is not None else ()
-    output = region.forward(nullcontext(), args, kwargs)
+    output = region.forward(nullcontext(), *call)
     if link is not None:
         link.is_written = _versions(call) != versions
     made = tuple((weakref.ref(each), version_of(each)) for each in tensors_of(output))
-    return output, Linked(region, link, made)
+    linked = Linked(
+        region=weakref.ref(region),
+        link=None if link is None else weakref.ref(link),
+        output=made,
+        unowned=None if region.saved else region,
+    )
+    return output, region, linked
 
 
 def _versions(call: Arguments) -> tuple[int, ...]:
@@ -179,12 +194,16 @@ def _versions(call: Arguments) -> tuple[int, ...]:
 
 
 def _linked(region: Region, stage: int, before: Linked, passes: Mapping[int, Pass]) -> Link | None:
-    """Give up the one input of ``region`` that ``before`` made, if it did."""
+    """Give up the one input of ``region`` that ``before`` made, if it did, and its graph lives."""
+    made_by = before.region()
+    if made_by is None:
+        return None
+    prior = None if before.link is None else before.link()
     for given in region.inputs:
         if isinstance(given, Input):
             place = before.place_of(given.get())
             if place is not None:
-                link = Link(stage, before, place, passes)
+                link = Link(stage, made_by, prior, place, passes)
                 given.give_up(link.value)
                 return link
     return None

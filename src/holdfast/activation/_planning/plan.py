@@ -1,7 +1,9 @@
 """``ActivationPlan``: what every stage of a model keeps, drops or runs again so that a step fits a
 budget. Knows the choice and how to show it; ``planning`` makes it."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -11,9 +13,10 @@ import xxhash
 from torch.nn import Module
 
 from holdfast import _checks
+from holdfast.activation._layers.checkpointed import refuse_taken
 from holdfast.activation._planning.applying import AppliedPlan
 from holdfast.activation._planning.deciding import Decision
-from holdfast.activation._planning.stages import parameters_of, refuse_taken
+from holdfast.activation._planning.stages import parameters_of, weights_of
 from holdfast.activation._reporting.page import page
 from holdfast.activation._reporting.report import PlanReport
 from holdfast.activation._reporting.text import text
@@ -36,7 +39,8 @@ class ActivationPlan:
     """What each stage of a model does so that a step fits a budget: ``holdfast.plan`` makes it.
 
     An immutable value. It holds no tensors and no model, goes through JSON, and can be applied to
-    any model with the same stages.
+    any model with the same stages. ``summary`` has its numbers; ``decision`` is what ``apply``
+    reads, and may look different in the next version.
     """
 
     version: int
@@ -51,23 +55,26 @@ class ActivationPlan:
     @property
     def peak_bytes(self) -> int:
         """The peak of a step under the plan, as it was measured when the plan was made."""
-        return self.summary.measured_peak_bytes or self.summary.predicted_peak_bytes
+        return self.summary.measured_peak_bytes
 
     def apply(self, model: Any) -> AppliedPlan:
         """Have ``model`` follow the plan from now on, until the ``AppliedPlan`` that is returned is
         undone. A plan that keeps everything is applied too: larger batches may not fit so.
 
-        Raises ``PlanError``, with the model unchanged, if it is not a model this plan is for, or
-        has layers that are checkpointed already.
+        Raises ``PlanError``, with the model unchanged, if it is not a model this plan is for, and
+        ``ValueError`` if layers of it are checkpointed already.
         """
         modules = self._modules(model)
         following = AppliedPlan(self.decision)
-        following.install(modules)
+        following._install(modules)  # noqa: SLF001 -- users have no use for it
         return following
 
-    def applied(self, model: Any) -> AppliedPlan:
-        """``apply``, as it reads in ``with plan.applied(model):``, which undoes it at its end."""
-        return self.apply(model)
+    @contextlib.contextmanager
+    def applied(self, model: Any) -> Iterator[AppliedPlan]:
+        """``with plan.applied(model):``, within which ``model`` follows the plan, as ``apply`` has
+        it do."""
+        with self.apply(model) as following:
+            yield following
 
     def report(self, *, width: int | None = None, colour: bool = False) -> str:
         """The plan for the terminal. ``colour`` needs rich: pip install "holdfast[progress]"."""
@@ -120,12 +127,20 @@ class ActivationPlan:
                     f"{here}: {stage.name!r} has {count:,} parameters there and "
                     f"{stage.parameters:,} in the plan"
                 )
+            weights = weights_of(module)
+            if weights != stage.weights:
+                raise PlanError(
+                    f"{here}: the parameters of {stage.name!r} are {_told(weights)} there and "
+                    f"{_told(stage.weights)} in the plan, so its tensors have other sizes, or lie "
+                    "elsewhere. Make a plan for the model as it is"
+                )
             found[stage.name] = module
-        try:
-            refuse_taken(model)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
+        refuse_taken(model)
         return found
+
+
+def _told(weights: tuple[str, ...]) -> str:
+    return " and ".join(weights) or "none"
 
 
 def _read(kind: type[T], data: str | bytes) -> T:

@@ -1,15 +1,13 @@
 """What a model's step takes when it keeps everything, stage by stage. Runs real steps on the user's
 sample; decides nothing.
 
-The levels of memory and the times come from separate steps: looking on takes time.
+The levels of memory and the times come from separate steps: looking on takes time. Those for the
+memory come first, for the first step of a kind is slow.
 """
 
-import contextlib
 import functools
-import math
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +21,11 @@ from holdfast.activation._planning.replayable import look_for_replays
 from holdfast.activation._planning.sampling import Sample
 from holdfast.activation._planning.seen import Profile, StageProfile, Way
 from holdfast.activation._planning.stages import keeping, roots_of, standing_in, tensors_of
+from holdfast.activation._planning.timing import clocked, timed_step
 from holdfast.activation._recipes.dropping import Dropping
 from holdfast.errors import PlanError
 
 Run = Callable[[str, Any, Forward, Arguments], Any]
-
-_REPEATS = 2
 
 
 def profile(
@@ -39,8 +36,9 @@ def profile(
     *,
     tell: Callable[[str], None],
     mover: CheckpointManager | None = None,
-) -> Profile:
-    """Run the model a few times and look on. ``mover``: of the tier that stages may be moved to."""
+) -> tuple[Profile, list[weakref.ref[Any]]]:
+    """Run the model a few times and look on. ``mover``: of the tier that stages may be moved to.
+    With the profile comes what was resident in its steps, for those that follow."""
     tell("trying the sample")
     order = _order(model, sample, modules)
     stages = {name: modules[name] for name in order}
@@ -62,18 +60,29 @@ def profile(
     }
     if mover is not None:
         ways["moved"] = functools.partial(moving, mover)
-    # After those above, which only run forward: FSDP gives whole parameters back at the end of a
-    # backward.
-    tell("timing the step")
-    seconds = _times(model, sample, stages, ways | {"kept": _timing(seen, device)}, device)
+    # Before what is measured: FSDP gives whole parameters back at the end of a backward, and the
+    # steps above only ran forward.
+    tell("timing the stages")
+    timing = _Timing(seen, droppings, device)
+    with standing_in(stages, timing.kept):
+        first_s = timed_step(model, sample, device)
     courses = {}
     there = residents()
     for way, run in ways.items():
         tell(f"measuring the memory of a step with every stage {way}")
         courses[way] = course_of(model, sample, stages, run, device, there=there)
-    return Profile(
+    tell("timing the step")
+    if device.type == "cpu":  # elsewhere it would mean waiting for the device, within the step
+        ways |= {"replayed": timing.replayed, "remade": timing.remade}
+    seconds = {}
+    for way, run in reversed(ways.items()):
+        with standing_in(stages, run):
+            seconds[way] = timed_step(model, sample, device)
+    seconds["kept"] = min(seconds["kept"], first_s)
+    found = Profile(
         stages=tuple(seen.values()), courses=courses, seconds=seconds, device=str(device)
     )
+    return found, there
 
 
 def course_of(
@@ -156,7 +165,7 @@ def _order(model: Any, sample: Sample, modules: Mapping[str, Any]) -> list[str]:
 
     def call(name: str, module: Any, forward: Forward, given: Arguments) -> Any:
         ran.append(name)
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 -- in backward: there is no other name
+        if _in_backward():
             again.add(name)
         return keeping(name, module, forward, given)
 
@@ -185,57 +194,42 @@ def _order(model: Any, sample: Sample, modules: Mapping[str, Any]) -> list[str]:
     return once
 
 
-def _timing(seen: Mapping[str, StageProfile], device: Any) -> Run:
-    """Runs a stage as it is, and notes the time of its forward."""
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 -- there is no other name
 
-    def call(name: str, module: Any, forward: Forward, given: Arguments) -> Any:
-        with _timed(device) as seconds:
-            output = keeping(name, module, forward, given)
-        seen[name].forward_s.append(seconds())
+
+class _Timing:
+    """The same ways, which note what they take stage by stage."""
+
+    def __init__(
+        self, seen: Mapping[str, StageProfile], droppings: Mapping[str, Dropping], device: Any
+    ) -> None:
+        self._seen = seen
+        self._droppings = droppings
+        self._device = device
+
+    def kept(self, name: str, module: Any, forward: Forward, call: Arguments) -> Any:
+        """Notes the time of a stage's forward."""
+        with clocked(self._seen[name].forward_s, self._device):
+            return keeping(name, module, forward, call)
+
+    def replayed(self, name: str, module: Any, forward: Forward, call: Arguments) -> Any:
+        """Notes the time of the same in backward."""
+        # Checkpointing goes through all that a function holds, so this one holds next to nothing.
+        seconds, device = self._seen[name].replayed_s, self._device
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not _in_backward():
+                return forward(*args, **kwargs)
+            with clocked(seconds, device):
+                return forward(*args, **kwargs)
+
+        return _replaying(self._seen, name, module, run, call)
+
+    def remade(self, name: str, module: Any, forward: Forward, call: Arguments) -> Any:
+        """Notes the time of dropping all that recipes make again."""
+        output = keeping(name, module, forward, call)
+        if name in self._droppings:
+            with clocked(self._seen[name].dropping_s, self._device):
+                self._droppings[name].drop(roots_of(output, call))
         return output
-
-    return call
-
-
-def _times(
-    model: Any,
-    sample: Sample,
-    stages: Mapping[str, Any],
-    ways: Mapping[Way, Run],
-    device: Any,
-) -> dict[Way, float]:
-    """The quickest step with every stage run one way, taken in turns."""
-    seconds = dict.fromkeys(ways, math.inf)
-    for _ in range(_REPEATS):
-        for way, run in ways.items():
-            with standing_in(stages, run):
-                seconds[way] = min(seconds[way], timed_step(model, sample, device))
-    return seconds
-
-
-def timed_step(model: Any, sample: Sample, device: Any) -> float:
-    """The seconds of one step."""
-    with _timed(device) as seconds:
-        sample.step(model)
-    return seconds()
-
-
-@contextlib.contextmanager
-def _timed(device: Any) -> Iterator[Callable[[], float]]:
-    _wait(device)
-    began = time.perf_counter()
-    ended = began
-
-    def seconds() -> float:
-        return ended - began
-
-    try:
-        yield seconds
-    finally:
-        _wait(device)
-        ended = time.perf_counter()
-
-
-def _wait(device: Any) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

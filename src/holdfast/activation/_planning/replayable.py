@@ -14,6 +14,7 @@ from holdfast.activation._layers.layer_forward import Arguments, Forward
 from holdfast.activation._planning.collectives import Collectives
 from holdfast.activation._planning.sampling import Sample
 from holdfast.activation._planning.seen import StageProfile
+from holdfast.activation._planning.sizes import size_of
 from holdfast.activation._planning.stages import standing_in, tensors_of
 from holdfast.activation._recipes.bits import same_bits
 from holdfast.activation._regions.options import RegionOptions
@@ -37,6 +38,7 @@ def look_for_replays(
         options = RegionOptions(name=name, modules=(module,))
         region = Region(forward, args, kwargs, options, manager)
         output = region.forward(nullcontext(), args, kwargs)
+        seen[name].size = size_of(given, region)
         with Collectives() as collectives:
             problem = _problem(region, tensors_of(output))
         seen[name].communicates = collectives.met

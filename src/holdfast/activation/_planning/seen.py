@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.activation._measuring.stretches import Course
+from holdfast.activation._planning.sizes import Size
 from holdfast.activation._recipes.drops import Drops
 
 
@@ -28,11 +29,15 @@ class Recipes:
 class StageProfile:
     """A stage as it was seen. ``saved_bytes``: what its graph holds besides its input, its output
     and what lives anyway; ``replayable``: run again, it does the same; ``communicates``: it calls
-    collectives then."""
+    collectives then; ``size``: of its call. Seconds are of its forward, of the same run again in
+    backward, and of dropping all that recipes make again; of the last two there are none where
+    nobody could tell."""
 
     name: str
     kind: str
     forward_s: list[float] = field(default_factory=list)
+    replayed_s: list[float] = field(default_factory=list)
+    dropping_s: list[float] = field(default_factory=list)
     saved_bytes: int = 0
     input_numel: int = 0
     output_bytes: int = 0
@@ -40,6 +45,7 @@ class StageProfile:
     linked: bool = False
     replayable: bool = True
     communicates: bool = False
+    size: Size | None = None
 
     @property
     def alike(self) -> tuple[object, ...]:

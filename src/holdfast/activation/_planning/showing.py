@@ -1,14 +1,14 @@
 """What a plan has to show, from what was measured and chosen. Pure."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from holdfast.activation._measuring.stretches import END, Course
-from holdfast.activation._planning.deciding import smallest
+from holdfast.activation._planning.deciding import PlannedStage
 from holdfast.activation._planning.seen import Profile, Recipes
 from holdfast.activation._reporting.report import CurvePoint, Mark, PlanReport, StageRow, Timeline
 from holdfast.activation._solving.chain import Chain, Stage
-from holdfast.activation._solving.solving import Solution, curve
+from holdfast.activation._solving.solving import Point, Solution
 
 _MOST_POINTS = 1500
 
@@ -19,14 +19,18 @@ def report_of(
     solution: Solution,
     course: Course,
     *,
+    stages: Sequence[PlannedStage],
     chain: Chain,
+    floor: tuple[Solution, str],
+    curve: Sequence[Point],
     limit: int,
     times: tuple[float, float],
     planning_s: float,
 ) -> PlanReport:
-    """The report of a plan whose step was measured. ``times``: the step without and with it."""
+    """The report of a plan whose step was measured. ``floor``: the smallest solution and what sets
+    it; ``times``: the step without and with the plan."""
     step_s, planned_s = times
-    floor, what_sets_it = smallest(chain)
+    smallest, what_sets_it = floor
     notes = []
     if not any(choice != 0 for choice in solution.schedule.choices):
         notes.append("Keeping everything fits the budget: the plan changes nothing.")
@@ -43,26 +47,25 @@ def report_of(
         before=timeline_of(seen.kept),
         after=timeline_of(course),
         curve=tuple(
-            CurvePoint(budget_bytes=each.budget_bytes, extra_s=each.extra_s)
-            for each in curve(chain)
+            CurvePoint(budget_bytes=each.budget_bytes, extra_s=each.extra_s) for each in curve
         ),
-        smallest_bytes=floor.peak_bytes,
+        smallest_bytes=smallest.peak_bytes,
         what_sets_it=what_sets_it,
-        rows=tuple(_rows(seen, chain, solution)),
+        rows=tuple(_rows(stages, chain, solution)),
         notes=tuple(notes),
         rounding_bytes=solution.rounding_bytes,
         planning_s=planning_s,
     )
 
 
-def _rows(seen: Profile, chain: Chain, solution: Solution) -> Iterator[StageRow]:
+def _rows(planned: Sequence[PlannedStage], chain: Chain, solution: Solution) -> Iterator[StageRow]:
     schedule = solution.schedule
     segments = {
         number: segment
         for segment in schedule.segments
         for number in range(segment.first, segment.last + 1)
     }
-    for number, (profiled, stage) in enumerate(zip(seen.stages, chain.stages, strict=True)):
+    for number, (known, stage) in enumerate(zip(planned, chain.stages, strict=True)):
         choice = schedule.choices[number]
         if choice is None:
             segment = segments[number]
@@ -85,7 +88,7 @@ def _rows(seen: Profile, chain: Chain, solution: Solution) -> Iterator[StageRow]
             choice=option.label,
             kept_bytes=option.kept_bytes,
             extra_s=option.extra_s,
-            detail=_remade(profiled.recipes, option.dropped),
+            detail=_remade(known.recipes, option.dropped),
         )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from holdfast.activation._layers.candidates import named, part_of, repeated
-from holdfast.activation._layers.layer_forward import Arguments, Forward, install, installed, remove
+from holdfast.activation._layers.checkpointed import refuse_taken
+from holdfast.activation._layers.layer_forward import Arguments, Forward, install, remove
 from holdfast.activation._regions.inputs import leaves
 
 Call = Callable[[str, Any, Forward, Arguments], Any]
@@ -31,17 +32,6 @@ def stages_of(model: Any, patterns: Sequence[str] | None) -> dict[str, Any]:
     refuse_taken(model)
     _refuse_compiled(model, [part.name for part in parts])
     return {part.name: model.get_submodule(part.name) for part in parts}
-
-
-def refuse_taken(model: Any) -> None:
-    """``ValueError`` if layers of the model have a stand-in already."""
-    for name, module in model.named_modules():
-        stand_in = installed(module)
-        if stand_in is not None and stand_in.owner is not None:
-            raise ValueError(
-                f"layer {name!r} is checkpointed already, by checkpoint_layers or by another plan: "
-                "undo that first"
-            )
 
 
 def _refuse_compiled(model: Any, stages: Sequence[str]) -> None:
@@ -91,16 +81,14 @@ def parameters_of(module: Any) -> int:
     return sum(each.numel() for each in module.parameters())
 
 
+def weights_of(module: Any) -> tuple[str, ...]:
+    """What kinds of numbers a module's parameters are and where they lie, each once."""
+    found = {(str(each.dtype), each.device.type) for each in module.parameters()}
+    return tuple(sorted(f"{dtype.removeprefix('torch.')} on {device}" for dtype, device in found))
+
+
 def tensors_of(tree: Any) -> list[Any]:
     return [each for each in leaves(tree) if isinstance(each, torch.Tensor)]
-
-
-def numel_of(call: Arguments) -> int:
-    """The size of a call: of the largest tensor it is given that needs gradients, or if none does,
-    of the largest."""
-    tensors = tensors_of(call)
-    of_work = [each.numel() for each in tensors if each.requires_grad]
-    return max(of_work or (each.numel() for each in tensors), default=0)
 
 
 def roots_of(output: Any, given: Arguments) -> list[Any]:

@@ -10,18 +10,17 @@ operation of the stage could have been the one that wrote; and writing to a para
 call, after its use.
 """
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.activation._recipes.bits import same_bits
 from holdfast.activation._recipes.drops import Drops
-from holdfast.activation._recipes.expecting import together
-from holdfast.activation._recipes.graph import Place, kind_of, saved_handle, saved_value
-from holdfast.activation._recipes.programs import Program
-from holdfast.activation._recipes.remaking import Call, Dropped, Handle
+from holdfast.activation._recipes.following import Found
+from holdfast.activation._recipes.programs import programs_of
+from holdfast.activation._recipes.remaking import Call, Dropped, Handle, Held
+from holdfast.activation._regions.found import as_found
 from holdfast.errors import RecomputationError
 
 
@@ -38,84 +37,80 @@ class Dropping:
 
     def __init__(self, stage: str, drops: Drops) -> None:
         self._stage = stage
-        self._drops = drops
-        self._programs = [Program(drop) for drop in drops.drops]
-        self._expected = together(drop.expects for drop in drops.drops)
+        self._programs = programs_of(drops)
 
     def drop(self, roots: Sequence[Any]) -> bool:
         """Drop from the graph whose outputs have ``roots`` for nodes. ``False``, with nothing
         dropped, if it is not a graph the drops were made for, or somebody else's hooks are at work
         on what autograd saves."""
-        nodes = self._follow(roots)
-        if nodes is None:
+        programs = self._programs
+        found = programs.following.find(roots)
+        if found is None:
             return False
-        call = Call(self._stage)
-        bound = []
-        others: dict[Place, Callable[[], Any]] = {}
-        for program in self._programs:
-            dropped, holders = Dropped(program, call), program.drop.holders
-            if program.is_mask and not dropped.bind_mask(_tensors(nodes, holders)):
-                continue  # what was a mask is none in this call, and stays
-            bound.append((program, dropped))
-            for number, place in enumerate(holders):
-                others[place] = functools.partial(dropped.value, number)
-        if not all(
-            program.is_mask or dropped.bind(program, nodes, others) for program, dropped in bound
-        ):
+        tensors = [found.tensors[number] for number in programs.holders]
+        call = self._call(found, tensors)
+        if call is None:
             return False
-        for program, dropped in bound:
-            for number, place in enumerate(program.drop.holders):
-                saved_handle(nodes[place.node], place.name).register_hooks(
-                    functools.partial(dropped.packed, number), Handle.tensor
-                )
+        bound: list[Dropped] = []
+        others: list[Handle | Held] = []
+        for program in programs.each:
+            dropped = Dropped(program, call, found.nodes)
+            if program.is_mask and not dropped.bind_mask(tensors[program.holders]):
+                # What was a mask is none in this call, and stays.
+                others += [Held(tensor, self._stage) for tensor in tensors[program.holders]]
+                continue
+            bound.append(dropped)
+            for number in range(program.count):
+                others.append(Handle(dropped, number))
+        for dropped in bound:
+            dropped.bind(found, others)
+        for number, other in zip(programs.holders, others, strict=True):
+            if other.__class__ is Handle:
+                found.handles[number].register_hooks(other, Handle.tensor)
         return True
 
     def tried(self, roots: Sequence[Any], repeats: int) -> list[Tried]:
         """Make every one again, though nothing was dropped."""
-        nodes = self._follow(roots)
-        if nodes is None:
+        programs = self._programs
+        found = programs.following.find(roots)
+        if found is None:
             raise RuntimeError(f"stage {self._stage!r}: not the graph the drops were made for")
-        call = Call(self._stage)
-        return [_tried(program, nodes, call, repeats) for program in self._programs]
+        tensors = [found.tensors[number] for number in programs.holders]
+        call = self._call(found, tensors)
+        if call is None:
+            return [Tried(0.0, is_exact=False)] * len(programs.each)
+        others = [Held(tensor, self._stage) for tensor in tensors]
+        tried = []
+        for program in programs.each:
+            dropped = Dropped(program, call, found.nodes)
+            dropped.bind(found, others)
+            held = tensors[program.holders]
+            tried.append(_tried(dropped, held, repeats, is_mask=program.is_mask))
+        return tried
 
-    def _follow(self, roots: Sequence[Any]) -> list[Any] | None:
-        """The nodes that matter, or ``None`` if one is another."""
-        drops = self._drops
-        if tuple(map(kind_of, roots)) != drops.roots:
-            return None
-        nodes = list(roots)
-        seen = {}
-        for way in drops.ways:
-            following = seen[way.start] = nodes[way.start].next_functions
-            for edge, kind in way.edges:
-                if edge >= len(following):
-                    return None
-                node = following[edge][0]
-                if node is None or kind_of(node) != kind:
-                    return None
-                nodes.append(node)
-        return nodes if self._expected.holds(nodes, seen) else None
+    def _call(self, found: Found, tensors: list[Any]) -> Call | None:
+        """What is common to all that is dropped, or ``None`` if a node does not tell enough."""
+        programs, nodes = self._programs, found.nodes
+        shapes = [(each.size(), each.stride(), each.dtype) for each in tensors]
+        settings = []
+        for read, number in programs.settings:
+            told = (shapes[number][0],) if read is None else read(nodes[number])
+            if told is None:
+                return None
+            settings.append(told)
+        parameters = [as_found(nodes[number].variable) for number in programs.watched]
+        return Call(self._stage, settings, parameters, shapes)
 
 
-def _tensors(nodes: Sequence[Any], places: Sequence[Place]) -> list[Any]:
-    return [saved_handle(nodes[place.node], place.name).data for place in places]
-
-
-def _tried(program: Program, nodes: list[Any], call: Call, repeats: int) -> Tried:
-    held = [saved_value(nodes[place.node], place.name) for place in program.drop.holders]
+def _tried(dropped: Dropped, held: list[Any], repeats: int, *, is_mask: bool) -> Tried:
     times = []
     try:
         for _ in range(repeats):
-            dropped = Dropped(program, call)
             began = time.perf_counter()
-            if not (
-                dropped.bind_mask(held) if program.is_mask else dropped.bind(program, nodes, {})
-            ):
+            if is_mask and not dropped.bind_mask(held):
                 return Tried(0.0, is_exact=False)
             if not all(map(_is_there, dropped.sources())):
                 return Tried(0.0, is_exact=False)
-            for number, tensor in enumerate(held):
-                dropped.packed(number, tensor)
             made = dropped.make()
             times.append(time.perf_counter() - began)
             if not all(map(same_bits, made, held)):

@@ -1,5 +1,5 @@
-"""What must be so in a graph for a drop to be right in it. Knows the graph of one call and how to
-look at another's; runs nothing.
+"""What must be so in a graph for a drop to be right in it. Pure values, read from the graph of one
+call.
 
 Kinds alone do not tell: a call that took the other of two tensors of the same kind builds a graph
 of the same kinds. So every edge that a program follows is compared, and every tensor that it takes
@@ -8,15 +8,10 @@ for the value of an edge, or that it makes, must still be that value.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from holdfast.activation._recipes.compiling import Item, Own
-from holdfast.activation._recipes.graph import CallGraph, Edge, Place, saved_handle, saved_value
+from holdfast.activation._recipes.graph import CallGraph, Edge, Place
 from holdfast.activation._recipes.table import RECIPES
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +61,20 @@ class Expected:
             ),
         )
 
-    def holds(self, nodes: Sequence[Any], following: dict[int, Any]) -> bool:
-        """Whether it is so in a graph, among whose nodes are these; ``following`` are the edges of
-        some of them."""
-        for link in self.links:
-            edges = following.get(link.node)
-            if edges is None:
-                edges = following[link.node] = nodes[link.node].next_functions
-            node, output = edges[link.edge] if link.edge < len(edges) else _NOWHERE
-            if link.above is None:
-                if node is not None:
-                    return False
-            elif node is not nodes[link.above] or output != link.output:
-                return False
-        for saved in self.saved:
-            look = _is_there if saved.version is None else _can_be_taken
-            if not look(saved, nodes[saved.node], nodes):
-                return False
-        return True
-
-
-_NOWHERE = (None, 0)
-
 
 def together(several: Iterable[Expected]) -> Expected:
     """All of it, each once."""
     several = list(several)
-    saved = tuple(dict.fromkeys(saved for each in several for saved in each.saved))
-    compared = {(each.node, each.name) for each in saved if each.made_by is not None}
+    saved = dict.fromkeys(saved for each in several for saved in each.saved)
+    compared = [each for each in saved if each.made_by is not None]
+    said = {(each.node, each.name, each.version) for each in compared}
+    said |= {(each.node, each.name, None) for each in compared}
     return Expected(
         tuple(dict.fromkeys(link for each in several for link in each.links)),
         tuple(
             each
             for each in saved
-            if each.version is not None
-            or each.made_by is not None
-            or (each.node, each.name) not in compared
+            if each.made_by is not None or (each.node, each.name, each.version) not in said
         ),
     )
 
@@ -148,29 +121,3 @@ def _saved(
     if made is None or made.node == place.node:  # its own result, which it saved without its node
         return Saved(place.node, place.name, version=version)
     return Saved(place.node, place.name, made.node, made.output, version)
-
-
-def _is_there(saved: Saved, node: Any, nodes: Sequence[Any]) -> bool:
-    try:
-        tensor = saved_value(node, saved.name)
-    except RuntimeError:  # torch's word for a change in place: backward will refuse it too
-        return False
-    if tensor is None or saved.is_none:
-        return tensor is None and saved.is_none
-    return _is_made_by(saved, tensor, nodes)
-
-
-def _can_be_taken(saved: Saved, node: Any, nodes: Sequence[Any]) -> bool:
-    handle = saved_handle(node, saved.name)
-    tensor = handle.data
-    if type(tensor) not in _PLAIN or handle.unpack_hook is not None:
-        return False
-    if tensor._version != saved.version:  # noqa: SLF001 -- its public name
-        return False
-    return _is_made_by(saved, tensor, nodes)
-
-
-def _is_made_by(saved: Saved, tensor: Any, nodes: Sequence[Any]) -> bool:
-    if saved.made_by is None:
-        return True
-    return tensor.grad_fn is nodes[saved.made_by] and bool(tensor.output_nr == saved.output)

@@ -13,8 +13,8 @@ import torch
 
 LEAF = "torch::autograd::AccumulateGrad"
 _VIEW, _RESHAPE = "ViewBackward0", "ReshapeAliasBackward0"
-_RAW = "_raw_saved_"
-_SAVED = "_saved_"
+RAW = "_raw_saved_"  # before a saved tensor's name: torch's handle of it, which takes hooks
+SAVED = "_saved_"  # the tensor itself, as the node's backward would get it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class CallGraph:
 
     def is_none(self, number: int, name: str) -> bool:
         """Whether a node saved nothing under a name that its kind has."""
-        handle = getattr(self.nodes[number].node, _RAW + name, None)
+        handle = getattr(self.nodes[number].node, RAW + name, None)
         return handle is not None and handle.data is None
 
     def producer(self, tensor: Any) -> Edge | None:
@@ -135,6 +135,11 @@ def kind_of(node: Any) -> str:
     return _VIEW if name == _RESHAPE else name
 
 
+def names_of(kind: str) -> tuple[str, ...]:
+    """What torch calls nodes of a kind."""
+    return (_VIEW, _RESHAPE) if kind == _VIEW else (kind,)
+
+
 def saved_names(node: Any) -> tuple[str, ...]:
     """The names under which nodes of this kind save tensors, one each."""
     return _saved_names(node.__class__)
@@ -144,15 +149,15 @@ def saved_names(node: Any) -> tuple[str, ...]:
 def _saved_names(kind: Any) -> tuple[str, ...]:
     if issubclass(kind, torch.autograd.function.BackwardCFunction):
         return ()
-    found = [each.removeprefix(_RAW) for each in dir(kind) if each.startswith(_RAW)]
+    found = [each.removeprefix(RAW) for each in dir(kind) if each.startswith(RAW)]
     return tuple(name for name in found if name != "tensors")
 
 
 def saved_value(node: Any, name: str) -> Any:
     """A tensor as the node's own backward would get it: a change in place since is refused."""
-    return getattr(node, _SAVED + name)
+    return getattr(node, SAVED + name)
 
 
 def saved_handle(node: Any, name: str) -> Any:
     """Torch's handle of a saved tensor, which takes hooks."""
-    return getattr(node, _RAW + name)
+    return getattr(node, RAW + name)

@@ -5,137 +5,142 @@ What comes out must fit where it came from: the same size, strides and dtype as 
 or backward fails with an error. Bits are not compared here: they were when the drops were tried.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from holdfast.activation._recipes.arithmetic import Arithmetic, arithmetic, restored
 from holdfast.activation._recipes.bits import two_values
-from holdfast.activation._recipes.drops import Source
-from holdfast.activation._recipes.graph import Place, saved_handle, saved_value
+from holdfast.activation._recipes.following import Found
 from holdfast.activation._recipes.programs import Program
 from holdfast.activation._regions.changes import changes, steps
-from holdfast.activation._regions.found import as_found
+from holdfast.activation._regions.found import Parameter
+from holdfast.activation._surroundings import Arithmetic, arithmetic, as_computed
 from holdfast.errors import RecomputationError
+
+Shape = tuple[Any, Any, Any]  # size, strides, dtype
 
 
 class Call:
-    """What is dropped of one call has this in common."""
+    """What all that is dropped of one call has in common: the settings of its operations, the
+    parameters it was computed from, the shapes of what is dropped, as ``Programs`` numbers them. It
+    owns no node. Its lock is held while anything is made, so whoever finds ``is_making`` set is
+    asked by what is being made."""
 
-    __slots__ = ("__weakref__", "arithmetic", "epoch", "lock", "stage")
+    __slots__ = (
+        "arithmetic",
+        "epoch",
+        "is_making",
+        "lock",
+        "parameters",
+        "settings",
+        "shapes",
+        "stage",
+    )
 
-    def __init__(self, stage: str) -> None:
-        self.stage = stage
+    def __init__(
+        self,
+        stage: str,
+        settings: list[tuple[Any, ...]],
+        parameters: list[Parameter],
+        shapes: list[Shape],
+    ) -> None:
+        self.stage, self.settings = stage, settings
+        self.parameters, self.shapes = parameters, shapes
         self.lock = threading.RLock()
         self.epoch = steps.care(id(self))
         self.arithmetic: Arithmetic = arithmetic()
+        self.is_making = False
 
     def __del__(self) -> None:
         steps.forget(id(self))
+
+    def as_then(self, make: Callable[[], list[Any]]) -> list[Any]:
+        """``make()`` under what the call computed under."""
+        now = arithmetic()
+        inferring, enabled = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self.is_making = True
+        torch._C._set_grad_enabled(False)  # noqa: SLF001 -- torch.no_grad() costs ten times as much
+        try:
+            with torch._C._DisableAutocast():  # noqa: SLF001 -- the casts are operations of their own
+                if now == self.arithmetic and not inferring:
+                    return make()
+                with torch.inference_mode(mode=False), as_computed(self.arithmetic, now):
+                    torch._C._set_grad_enabled(False)  # noqa: SLF001 -- leaving inference turned it on
+                    return make()
+        finally:
+            torch._C._set_grad_enabled(enabled)  # noqa: SLF001 -- as above
+            self.is_making = False
+
+
+class Held:
+    """A tensor that was found, and that others are made from."""
+
+    __slots__ = ("_stage", "_tensor", "_version")
+
+    def __init__(self, tensor: Any, stage: str) -> None:
+        self._tensor = tensor
+        self._version = tensor._version  # noqa: SLF001 -- its public name
+        self._stage = stage
+
+    def tensor(self) -> Any:
+        """It, if it is as it was."""
+        tensor, stage = self._tensor, self._stage
+        if tensor._version != self._version:  # noqa: SLF001 -- as above
+            raise RecomputationError(
+                f"stage {stage!r}: a tensor of shape {tuple(tensor.shape)} that autograd saved "
+                "was changed in place between forward and backward. The gradients would be wrong.",
+                layer_id=stage,
+            )
+        return tensor
 
 
 class Dropped:
     """One storage of one call. The graph owns it, through the nodes that held the storage; it owns
     what it is made from, all of which lies above them."""
 
-    __slots__ = (
-        "_call",
-        "_forms",
-        "_frees",
-        "_left",
-        "_made",
-        "_mask",
-        "_operations",
-        "_parameters",
-        "_reads",
-        "_results",
-        "_shapes",
-    )
+    __slots__ = ("_call", "_left", "_made", "_mask", "_nodes", "_program", "_tensors")
 
-    def __init__(self, program: Program, call: Call) -> None:
-        drop = program.drop
-        self._call = call
-        self._reads = self._left = drop.reads
+    def __init__(self, program: Program, call: Call, nodes: list[Any]) -> None:
+        self._program, self._call = program, call
+        self._nodes = [nodes[number] for number in program.nodes]
+        self._left = program.reads
         self._made: list[Any] | None = None
+        self._tensors: list[Held | Handle] = []
         self._mask: Any = None
-        self._forms, self._frees = program.forms, program.frees
-        self._results = program.results
-        self._shapes: list[Any] = [None] * len(drop.holders)
-        self._parameters: list[Any] = []
-        self._operations: list[tuple[Callable[..., Any], list[Any], tuple[Any, ...]]] = []
 
-    def bind_mask(self, tensors: Sequence[Any]) -> bool:
+    def bind(self, found: Found, others: "Sequence[Held | Handle]") -> None:
+        """Take the tensors it is made from. ``others``: what all holders hold from now on."""
+        for is_other, number in self._program.tensors:
+            self._tensors.append(
+                others[number] if is_other else Held(found.tensors[number], self._call.stage)
+            )
+
+    def bind_mask(self, held: Sequence[Any]) -> bool:
         """Take the two values of a mask, which is what all holders have. ``False`` if it has
         others, or other strides than what is made of it will have."""
-        found = two_values(tensors[0])
+        found = two_values(held[0])
         if found is None or any(
-            each.data_ptr() != tensors[0].data_ptr()
+            each.data_ptr() != held[0].data_ptr()
             or each.size() != found[0].size()
             or each.stride() != found[0].stride()
-            for each in tensors
+            for each in held
         ):
             return False
         self._mask = found
         return True
 
-    def bind(
-        self, program: Program, nodes: Sequence[Any], others: dict[Place, Callable[[], Any]]
-    ) -> bool:
-        """Take what it is made from out of a graph. ``others``: what will be dropped of the graph
-        as well. ``False`` if it cannot be made from this graph."""
-        for recipe, node, found, prepared, rest in program.operations:
-            settings = recipe.settings(nodes[node])
-            if settings is None:
-                return False
-            given = prepared
-            if rest:
-                given = prepared.copy()
-                for number, source in rest:
-                    given[number] = self._bound(source, nodes, others)
-            self._operations.append((recipe.run, given, settings + found))
-        self._parameters = [as_found(nodes[number].variable) for number in program.drop.watched]
-        return True
-
-    def _bound(
-        self, source: Source, nodes: Sequence[Any], others: dict[Place, Callable[[], Any]]
-    ) -> Callable[[], Any]:
-        node = nodes[source.number]
-        if source.kind == "saved":
-            return functools.partial(saved_value, node, source.name)
-        if source.kind == "leaf":
-            leaf = node.variable
-            return lambda: leaf
-        other = others.get(Place(source.number, source.name))
-        return other or self._held(saved_handle(node, source.name).data)
-
-    def _held(self, tensor: Any) -> Callable[[], Any]:
-        version, stage = tensor._version, self._call.stage  # noqa: SLF001 -- its public name
-
-        def held() -> Any:
-            if tensor._version != version:  # noqa: SLF001 -- as above
-                raise RecomputationError(
-                    f"stage {stage!r}: a tensor of shape {tuple(tensor.shape)} that autograd saved "
-                    "was changed in place between forward and backward. The gradients would be "
-                    "wrong.",
-                    layer_id=stage,
-                )
-            return tensor
-
-        return held
-
     def sources(self) -> list[Any]:
         """The tensors it is made from, as they are now."""
-        return [
-            source() for _, given, _ in self._operations for source in given if callable(source)
+        given = [source for _, sources, _, _ in self._program.operations for source in sources]
+        found = [
+            getattr(self._nodes[place], what) for kind, place, what in given if kind == "saved"
         ]
-
-    def packed(self, number: int, tensor: Any) -> "Handle":
-        """Note what holder ``number`` held. What it gets back is of that form."""
-        self._shapes[number] = (tensor.size(), tensor.stride(), tensor.dtype)
-        return Handle(self, number)
+        found += [
+            self._source(kind, place) for kind, place, _ in given if kind in {"tensor", "leaf"}
+        ]
+        return found
 
     def value(self, number: int) -> Any:
         """What holder ``number`` held, made again if it is not there; kept until the last that will
@@ -149,46 +154,26 @@ class Dropped:
                 self._made = made
             else:
                 self._made = None
-                self._left = self._reads
+                self._left = self._program.reads
             return made[number]
 
     def make(self) -> list[Any]:
-        """What all holders held, made now."""
-        self._refuse_changes()
-        now = arithmetic()
-        inferring, enabled = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # noqa: SLF001 -- torch.no_grad() costs ten times as much
-        try:
-            with torch._C._DisableAutocast():  # noqa: SLF001 -- the casts are operations of their own
-                if now == self._call.arithmetic and not inferring:
-                    return self._fitting()
-                with torch.inference_mode(mode=False), restored(self._call.arithmetic, now):
-                    torch._C._set_grad_enabled(False)  # noqa: SLF001 -- leaving inference turned it on
-                    return self._fitting()
-        finally:
-            torch._C._set_grad_enabled(enabled)  # noqa: SLF001 -- as above
-
-    def _refuse_changes(self) -> None:
-        stage = self._call.stage
-        for change in changes(self._parameters, self._call.epoch):
-            raise RecomputationError(
-                f"a parameter of stage {stage!r} {change.what} between forward and backward, and a "
-                "tensor that was dropped would be made again from it. The gradients would be "
-                "wrong. Call backward() first.",
-                layer_id=stage,
-            )
+        """What all holders held, made now. Call it with the call's lock held."""
+        call = self._call
+        return self._fitting() if call.is_making else call.as_then(self._fitting)
 
     def _fitting(self) -> list[Any]:
-        copied, forms = self._forms
-        for form in forms:
+        self._refuse_changes()
+        program, shapes = self._program, self._call.shapes
+        for form in program.forms:
             try:
-                made = self._unpacked() if self._mask is not None else self._run(copied, form)
+                made = self._run(form) if self._mask is None else self._unpacked()
             except RuntimeError:  # a view of a copy in another format, or a format it cannot have
-                if form is forms[-1]:
+                if form is program.forms[-1]:
                     raise
                 continue
-            fitted = list(map(_fitted, made, self._shapes)) if made is not None else [None]
-            if all(each is not None for each in fitted):
+            fitted = None if made is None else _fitted(made, shapes[program.holders])
+            if fitted is not None:
                 return fitted
         stage = self._call.stage
         raise RecomputationError(
@@ -197,39 +182,60 @@ class Dropped:
             layer_id=stage,
         )
 
+    def _refuse_changes(self) -> None:
+        call = self._call
+        parameters = [call.parameters[number] for number in self._program.watched]
+        if call.epoch == steps.epoch and all(map(_is_untouched, parameters)):
+            return
+        stage = call.stage
+        for change in changes(parameters, call.epoch):
+            raise RecomputationError(
+                f"a parameter of stage {stage!r} {change.what} between forward and backward, and a "
+                "tensor that was dropped would be made again from it. The gradients would be "
+                "wrong. Call backward() first.",
+                layer_id=stage,
+            )
+
     def _unpacked(self) -> list[Any]:
         mask, value = self._mask
-        return [torch.where(mask, value, torch.zeros_like(value))] * len(self._shapes)
+        return [torch.where(mask, value, torch.zeros_like(value))] * self._program.count
 
-    def _run(self, copied: int, form: Any) -> list[Any] | None:
+    def _run(self, form: Any) -> list[Any] | None:
+        program, nodes, settings = self._program, self._nodes, self._call.settings
+        copied = program.copied if form is not None else -1
         results: list[Any] = []
-        for (run, given, settings), frees in zip(self._operations, self._frees, strict=True):
+        for run, sources, number, frees in program.operations:
             tensors: list[Any] = []
-            for source in given:
-                if source is None:
-                    tensors.append(None)
-                elif source.__class__ is tuple:
-                    step, output = source
-                    tensors.append(results[step] if output is None else results[step][output])
+            for kind, place, what in sources:
+                if kind == "result":
+                    tensors.append(results[place] if what is None else results[place][what])
+                elif kind == "saved":
+                    tensors.append(getattr(nodes[place], what))
                 else:
-                    tensors.append(source())
-            if form is not None and len(results) == copied:
-                results.append(run(*tensors, *settings, form))
+                    tensors.append(self._source(kind, place))
+            if len(results) == copied:
+                results.append(run(*tensors, *settings[number], form))
             else:
-                results.append(run(*tensors, *settings))
+                results.append(run(*tensors, *settings[number]))
             if results[-1] is None:
                 return None
             del tensors
-            for number in frees:
-                results[number] = None
+            for freed in frees:
+                results[freed] = None
         return [
-            results[step] if output is None else results[step][output]
-            for step, output in self._results
+            results[place] if what is None else results[place][what]
+            for place, what in program.results
         ]
+
+    def _source(self, kind: str, place: int) -> Any:
+        if kind == "tensor":
+            return self._tensors[place].tensor()
+        return self._call.parameters[place].tensor if kind == "leaf" else None
 
 
 class Handle:
-    """What autograd holds in the place of a dropped tensor."""
+    """What autograd holds in the place of a dropped tensor. Called with that, it gives itself: so
+    it is the hook that packs, too."""
 
     __slots__ = ("_dropped", "_number")
 
@@ -237,20 +243,36 @@ class Handle:
         self._dropped = dropped
         self._number = number
 
+    def __call__(self, tensor: Any) -> "Handle":
+        del tensor
+        return self
+
     def tensor(self) -> Any:
         return self._dropped.value(self._number)
 
 
-def _fitted(value: Any, shape: tuple[Any, Any, Any]) -> Any:
-    """The value in the form it had; ``None`` if it has another."""
-    size, stride, dtype = shape
-    if value.size() != size or value.dtype is not dtype:
-        return None
-    if value.stride() == stride:
-        return value
-    if value.numel() and any(
-        one != other and extent != 1
-        for one, other, extent in zip(value.stride(), stride, size, strict=True)
-    ):
-        return None
-    return torch.as_strided(value, size, stride)  # differs where it makes no difference
+def _is_untouched(item: Parameter) -> bool:
+    """Whether nothing at all has happened to it. If not, ``changes`` tells what that means."""
+    tensor, _, _, version, storage, requires_grad = item
+    return bool(
+        storage
+        and tensor._version == version  # noqa: SLF001 -- its public name
+        and tensor.untyped_storage()._cdata == storage  # noqa: SLF001 -- the identity of a storage
+        and tensor.requires_grad is requires_grad
+    )
+
+
+def _fitted(made: list[Any], shapes: list[Shape]) -> list[Any] | None:
+    """What was made in the shapes it had; ``None`` if one has another."""
+    for number, (size, stride, dtype) in enumerate(shapes):
+        value = made[number]
+        if value.size() != size or value.dtype is not dtype:
+            return None
+        if value.stride() != stride:
+            if value.numel() and any(
+                one != other and extent != 1
+                for one, other, extent in zip(value.stride(), stride, size, strict=True)
+            ):
+                return None
+            made[number] = torch.as_strided(value, size, stride)  # where it makes no difference
+    return made

@@ -19,14 +19,15 @@ def _view(run: Callable[..., Any], settings: Settings, *, outputs: bool = False)
     return Recipe((Arg(None, 0),), run, settings, is_view=True, outputs=outputs)
 
 
-def _shape(node: Any) -> tuple[Any, ...]:
+def its_shape(node: Any) -> tuple[Any, ...]:
+    """The shape of the result, for views that are told nothing else."""
     return (shape_of(node),)
 
 
 VIEWS: Final[dict[str, Recipe]] = {
-    "ViewBackward0": _view(Tensor.view, _shape),
-    "UnsafeViewBackward0": _view(Tensor.view, _shape),
-    "ExpandBackward0": _view(Tensor.expand, _shape),
+    "ViewBackward0": _view(Tensor.view, its_shape),
+    "UnsafeViewBackward0": _view(Tensor.view, its_shape),
+    "ExpandBackward0": _view(Tensor.expand, its_shape),
     "TBackward0": _view(Tensor.t, named()),
     "TransposeBackward0": _view(Tensor.transpose, named("dim0", "dim1")),
     "PermuteBackward0": _view(Tensor.permute, named("dims")),

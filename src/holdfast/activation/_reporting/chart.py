@@ -19,9 +19,7 @@ _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 def legend(report: PlanReport) -> str:
     """What the chart's letters stand for."""
-    letters = [f"{SHADE} before"]
-    if report.after is not None:
-        letters.append(f"{SOLID} after")
+    letters = [f"{SHADE} before", f"{SOLID} after"]
     if report.budget_bytes < _top(report):
         letters.append(f"{LIMIT} budget")
     return ", ".join(letters)
@@ -35,9 +33,7 @@ def chart(report: PlanReport, width: int) -> tuple[str, ...]:
     across = max(width - margin - 2, 1)
     at = places(report.before)
     before = _levels(report.before, at, across)
-    after = [0] * across
-    if report.after is not None:
-        after = _levels(report.after, places(report.after, report.before), across)
+    after = _levels(report.after, places(report.after, report.before), across)
     lines = [
         f"{side:>{margin}} ┤{_row(row, top, before, after, report.budget_bytes)}".rstrip()
         for row, side in enumerate(sides)
@@ -47,8 +43,7 @@ def chart(report: PlanReport, width: int) -> tuple[str, ...]:
 
 
 def _top(report: PlanReport) -> int:
-    after = 0 if report.after is None else report.after.peak_bytes
-    return max(report.before.peak_bytes, after, 1)
+    return max(report.before.peak_bytes, report.after.peak_bytes, 1)
 
 
 def _sides(report: PlanReport, top: int) -> list[str]:

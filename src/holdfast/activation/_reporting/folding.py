@@ -7,7 +7,7 @@ from typing import Literal
 
 from holdfast.activation._reporting.report import StageRow
 
-Kind = Literal["keep", "recipes", "input", "segment", "moved", "other"]
+Kind = Literal["keep", "recipes", "input", "segment", "moved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,13 @@ class Fold:
 
 
 def kind_of(choice: str) -> Kind:
-    """The kind of a choice, without which stages a segment has."""
+    """The kind of a choice, without which stages a segment has. ``ValueError`` for any other: it
+    becomes a class on the page, where no text of others' may stand."""
     match choice.split(" ", 1)[0]:
         case "keep" | "recipes" | "input" | "segment" | "moved" as kind:
             return kind
         case _:
-            return "other"
+            raise ValueError(f"no stage is run by the choice {choice!r:.200}")
 
 
 def folded(rows: Iterable[StageRow]) -> tuple[Fold, ...]:

@@ -19,7 +19,6 @@ from holdfast.activation._reporting.summary import (
     budget_in_sight,
     closing,
     figures,
-    fits,
     subject,
     verdict,
 )
@@ -43,7 +42,6 @@ _MEANINGS: Final = {
     "input": "keeps its input, runs again in backward",
     "segment": "several keep one input, run again in backward",
     "moved": "keeps what it saves on disk or in host memory",
-    "other": "otherwise",
 }
 
 
@@ -61,7 +59,7 @@ def page(report: PlanReport) -> str:
         "main",
         element("h1", words(f"Activation plan of {report.model}")),
         element("p", words(f"{subject(report)}; {_OVER}"), class_="dim"),
-        element("p", _unbroken(verdict(report)), class_=f"verdict{' fits' * fits(report)}"),
+        element("p", _unbroken(verdict(report)), class_="verdict"),
         element("dl", *map(_figure, figures(report)), class_="figures"),
         _timelines(report),
         _curves(report),
@@ -97,9 +95,10 @@ def _timelines(report: PlanReport) -> Markup:
     key = (
         element("li", words(f"{kind}: {_MEANINGS[kind]}"), class_=f"mark {kind}") for kind in kinds
     )
-    about = "Live bytes at successive torch calls."
-    if report.after is not None:
-        about += " The two steps are lined up where their stages begin and end."
+    about = (
+        "Live bytes at successive torch calls. The two steps are lined up where their stages begin "
+        "and end."
+    )
     if not budget_in_sight(report):
         about += f" The budget of {in_bytes(report.budget_bytes)} is far above the picture."
     return _shown(

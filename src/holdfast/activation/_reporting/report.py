@@ -60,10 +60,11 @@ class CurvePoint:
 class PlanReport:
     """A plan, for people.
 
-    ``step_s`` is the quicker of two steps that save everything. Without a measured step, ``after``
-    and what is measured are ``None``. ``what_sets_it`` names what needs ``smallest_bytes``, as in
-    "the head" or "the backward of blocks.3". A budget larger by ``rounding_bytes`` admits whatever
-    the solver's slots hid.
+    ``step_s`` and ``measured_step_s`` are the quicker of two steps, without and with the plan;
+    ``before`` and ``after`` are one of each. ``what_sets_it`` names what needs ``smallest_bytes``,
+    as in "the head" or "the backward of blocks.3". A budget larger by ``rounding_bytes`` admits
+    whatever the solver's slots hid. ``curve`` is empty if no other budget was looked at. Where
+    ranks plan together, what was measured is this rank's.
     """
 
     model: str
@@ -71,12 +72,12 @@ class PlanReport:
     budget_bytes: int
     save_all_peak_bytes: int
     predicted_peak_bytes: int
-    measured_peak_bytes: int | None
+    measured_peak_bytes: int
     step_s: float
     predicted_step_s: float
-    measured_step_s: float | None
+    measured_step_s: float
     before: Timeline
-    after: Timeline | None
+    after: Timeline
     curve: tuple[CurvePoint, ...]
     smallest_bytes: int
     what_sets_it: str

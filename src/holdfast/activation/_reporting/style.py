@@ -4,12 +4,11 @@ from typing import Final
 
 STYLE: Final = """
 :root{color-scheme:light dark;--page:#f7f7f5;--card:#fff;--ink:#1b1e23;--dim:#5d6570;--rule:#e2e4e8;
---band:#f0f1f3;--before:#8b95a3;--after:#0d7a70;--budget:#b93a0b;--good:#0b7a43;--bad:#b42318;
---keep:#9aa5b4;--recipes:#2f6fe4;--input:#d98a06;--segment:#8250df;--moved:#c0399b;--other:#6b7280}
+--band:#f0f1f3;--before:#8b95a3;--after:#0d7a70;--budget:#b93a0b;--good:#0b7a43;
+--keep:#9aa5b4;--recipes:#2f6fe4;--input:#d98a06;--segment:#8250df;--moved:#c0399b}
 @media (prefers-color-scheme:dark){:root{--page:#121417;--card:#1a1d21;--ink:#e7e9ec;--dim:#9aa3ae;
 --rule:#2d3239;--band:#22262b;--before:#7d8794;--after:#35cdbb;--budget:#ff9257;--good:#4ac585;
---bad:#ff8478;--keep:#5f6b7a;--recipes:#6ba1ff;--input:#f0b440;--segment:#b394f5;--moved:#f07fd0;
---other:#8a93a0}}
+--keep:#5f6b7a;--recipes:#6ba1ff;--input:#f0b440;--segment:#b394f5;--moved:#f07fd0}}
 *,::before{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,
 "Segoe UI",Roboto,"Helvetica Neue",sans-serif;font-variant-numeric:tabular-nums}
@@ -18,9 +17,8 @@ h1{font-size:25px;line-height:1.25;margin:0;overflow-wrap:anywhere}
 h2{font-size:17px;margin:0 0 4px}
 p{margin:0}
 .dim,.figure dd,figcaption,.foot{color:var(--dim)}
-.verdict{margin:14px 0 20px;padding-left:12px;border-left:4px solid var(--bad);font-size:17px;
+.verdict{margin:14px 0 20px;padding-left:12px;border-left:4px solid var(--good);font-size:17px;
 overflow-wrap:anywhere;text-wrap:pretty}
-.verdict.fits{border-color:var(--good)}
 .figures{display:grid;grid-template-columns:1.45fr 1fr 1fr 1.15fr;gap:12px;margin:0 0 12px}
 .figure,section{background:var(--card);border:1px solid var(--rule);border-radius:10px}
 .figure{padding:12px 16px;min-width:0}
@@ -33,7 +31,7 @@ figcaption{font-size:13px;margin:0 0 10px}
 .key{display:flex;flex-wrap:wrap;gap:3px 16px;list-style:none;margin:8px 0 0;padding:0;
 font-size:13px;color:var(--dim)}
 .mark::before{content:"";display:inline-block;width:11px;height:11px;border-radius:3px;
-margin-right:6px;background:var(--other)}
+margin-right:6px}
 .mark.keep::before{background:var(--keep)}.mark.recipes::before{background:var(--recipes)}
 .mark.input::before{background:var(--input)}.mark.segment::before{background:var(--segment)}
 .mark.moved::before{background:var(--moved)}
@@ -51,8 +49,7 @@ text{font-size:12px;fill:var(--dim)}
 .line{fill:none;stroke-width:1.6;stroke-linejoin:round}
 .line.before{stroke:var(--before)}.line.after{stroke:var(--after);stroke-width:2}
 .line.budget{stroke:var(--budget);stroke-dasharray:6 4}
-.line.predicted{stroke:var(--after);stroke-dasharray:2 4}
-.choice{fill:var(--other)}.choice.keep{fill:var(--keep)}.choice.recipes{fill:var(--recipes)}
+.choice.keep{fill:var(--keep)}.choice.recipes{fill:var(--recipes)}
 .choice.input{fill:var(--input)}.choice.segment{fill:var(--segment)}.choice.moved{fill:var(--moved)}
 .stage{font-size:11px}
 .spot{fill:transparent}.spot:hover{fill:var(--ink);opacity:.08}

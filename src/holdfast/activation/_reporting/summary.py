@@ -1,5 +1,5 @@
-"""What a plan comes to, in a sentence and four figures. Knows what counts as fitting, not how it
-is shown.
+"""What a plan comes to, in a sentence and four figures. Knows which numbers matter, not how they
+are shown.
 """
 
 from dataclasses import dataclass
@@ -28,19 +28,9 @@ class Figure:
     about: str
 
 
-def peak_bytes(report: PlanReport) -> int:
-    """The plan's peak: the measured one, or the predicted if no step was measured."""
-    measured = report.measured_peak_bytes
-    return report.predicted_peak_bytes if measured is None else measured
-
-
-def fits(report: PlanReport) -> bool:
-    return peak_bytes(report) <= report.budget_bytes
-
-
 def budget_in_sight(report: PlanReport) -> bool:
     """Whether a picture of the peaks has room for the budget: one far above presses them flat."""
-    peak = max(report.before.peak_bytes, report.save_all_peak_bytes, peak_bytes(report))
+    peak = max(report.before.peak_bytes, report.save_all_peak_bytes, report.measured_peak_bytes)
     return report.budget_bytes <= peak * _ROOM
 
 
@@ -50,9 +40,8 @@ def share_of_step(report: PlanReport, extra_s: float) -> float:
 
 
 def extra_s(report: PlanReport) -> float:
-    """What the plan adds to a step: measured, or predicted if no step was measured."""
-    taken = report.measured_step_s
-    return (report.predicted_step_s if taken is None else taken) - report.step_s
+    """What the plan adds to a step."""
+    return report.measured_step_s - report.step_s
 
 
 def subject(report: PlanReport) -> str:
@@ -62,24 +51,11 @@ def subject(report: PlanReport) -> str:
 
 
 def verdict(report: PlanReport) -> str:
-    """Whether it fits, and at what cost."""
-    peak, budget = in_bytes(peak_bytes(report)), in_bytes(report.budget_bytes)
-    cost = _cost(report)
-    if fits(report) and report.measured_peak_bytes is not None:
-        return f"It fits: a measured step peaks at {peak}, within the budget of {budget}, {cost}."
-    if fits(report):
-        return (
-            f"It should fit: a step is predicted to peak at {peak}, within the budget of {budget}, "
-            f"{cost}. No step with it was measured."
-        )
-    over = in_bytes(peak_bytes(report) - report.budget_bytes)
-    if report.budget_bytes < report.smallest_bytes:
-        return (
-            f"It does not fit: the budget of {budget} is below the smallest that can be met, "
-            f"{in_bytes(report.smallest_bytes)}, set by {plain(report.what_sets_it)}."
-        )
-    how = "is predicted to peak" if report.measured_peak_bytes is None else "peaks"
-    return f"It does not fit: a step {how} at {peak}, {over} over the budget of {budget}."
+    """That it fits, and at what cost."""
+    return (
+        f"It fits: a measured step peaks at {in_bytes(report.measured_peak_bytes)}, within the "
+        f"budget of {in_bytes(report.budget_bytes)}, {_cost(report)}."
+    )
 
 
 def figures(report: PlanReport) -> tuple[Figure, ...]:
@@ -90,10 +66,13 @@ def figures(report: PlanReport) -> tuple[Figure, ...]:
 def closing(report: PlanReport) -> str:
     """What planning took, and how finely it looked."""
     steps = f", {report.planning_s / report.step_s:.1f} times a step" if report.step_s > 0 else ""
-    return (
-        f"Planned in {in_seconds(report.planning_s)}{steps}. Bytes were rounded up to slots: a "
-        f"budget larger by {in_bytes(report.rounding_bytes)} admits all that this hid."
-    )
+    said = f"Planned in {in_seconds(report.planning_s)}{steps}."
+    if report.rounding_bytes:
+        said += (
+            " Bytes were rounded up to slots: a budget larger by "
+            f"{in_bytes(report.rounding_bytes)} admits all that this hid."
+        )
+    return said
 
 
 def _cost(report: PlanReport) -> str:
@@ -104,12 +83,9 @@ def _cost(report: PlanReport) -> str:
 
 
 def _peak(report: PlanReport) -> Figure:
-    before, after = report.save_all_peak_bytes, peak_bytes(report)
+    before, after = report.save_all_peak_bytes, report.measured_peak_bytes
     about = f"{as_share(after / before)} of saving everything, " if before > 0 else ""
-    if report.measured_peak_bytes is None:
-        about += "predicted"
-    else:
-        about += f"measured (predicted {in_bytes(report.predicted_peak_bytes)})"
+    about += f"measured (predicted {in_bytes(report.predicted_peak_bytes)})"
     return Figure(
         name="Peak",
         shown=f"{in_bytes(before)} → {in_bytes(after)}",
@@ -119,22 +95,22 @@ def _peak(report: PlanReport) -> Figure:
 
 
 def _budget(report: PlanReport) -> Figure:
-    budget, peak = report.budget_bytes, peak_bytes(report)
-    if peak > budget:
-        about = f"missed by {in_bytes(peak - budget)}"
-    else:
-        about = f"{in_bytes(budget - peak)} to spare"
-    return Figure(name="Budget", shown=in_bytes(budget), exact=exactly(budget), about=about)
+    budget = report.budget_bytes
+    return Figure(
+        name="Budget",
+        shown=in_bytes(budget),
+        exact=exactly(budget),
+        about=f"{in_bytes(budget - report.measured_peak_bytes)} to spare",
+    )
 
 
 def _time(report: PlanReport) -> Figure:
     extra = extra_s(report)
-    how = "predicted" if report.measured_step_s is None else "measured"
     return Figure(
         name="Extra time",
         shown=more_by_share(share_of_step(report, extra)),
         exact=f"{extra:+.6f} s a step",
-        about=f"{in_seconds(report.step_s)} → {in_seconds(report.step_s + extra)} a step, {how}",
+        about=f"{in_seconds(report.step_s)} → {in_seconds(report.step_s + extra)} a step, measured",
     )
 
 

@@ -32,7 +32,7 @@ _CHOICE: Final = 20
 # Whole lines that are headings, then letters and words wherever they stand.
 _STYLES: Final = (
     (r"(?m)^(Activation plan|Memory over|Time against|Stages|Notes).*$", "bold"),
-    (r"(?m)^It (fits|should fit)", "bold green"),
+    (r"(?m)^It fits", "bold green"),
     (r"(?m)^It does not fit", "bold red"),
     (r"░+", "bright_black"),
     (r"[▁▂▃▄▅▆▇█]+", "cyan"),

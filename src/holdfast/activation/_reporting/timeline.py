@@ -27,18 +27,19 @@ from holdfast.activation._reporting.drawing import (
 from holdfast.activation._reporting.folding import kind_of
 from holdfast.activation._reporting.lines import highest, named, places, span, thinned
 from holdfast.activation._reporting.report import Mark, PlanReport, Timeline
-from holdfast.activation._reporting.summary import budget_in_sight, peak_bytes
+from holdfast.activation._reporting.summary import budget_in_sight
 from holdfast.activation._reporting.words import in_bytes, plain, shared_prefix
 
 
 def timeline_picture(report: PlanReport, size: Size) -> Markup:
     before = thinned(report.before, size.points)
-    after = None if report.after is None else thinned(report.after, size.points)
+    after = thinned(report.after, size.points)
     frame = _frame(report, size)
     at = places(before)
-    steps = [_Step(timeline=before, at=at, name="before")]
-    if after is not None:
-        steps.append(_Step(timeline=after, at=places(after, before), name="after"))
+    steps = [
+        _Step(timeline=before, at=at, name="before"),
+        _Step(timeline=after, at=places(after, before), name="after"),
+    ]
     inside = [
         *_bands(frame, before, at),
         *up_axis(frame, byte_ticks(frame.up[1], 5)),
@@ -59,9 +60,7 @@ class _Step:
 
 
 def _frame(report: PlanReport, size: Size) -> Frame:
-    drawn = [report.before.peak_bytes, peak_bytes(report)]
-    if report.after is not None:
-        drawn.append(report.after.peak_bytes)
+    drawn = [report.before.peak_bytes, report.after.peak_bytes]
     if budget_in_sight(report):
         drawn.append(report.budget_bytes)
     return Frame(
@@ -96,9 +95,8 @@ def _drawn(
 ) -> Iterator[tuple[float, float]]:
     for step in steps:
         yield from dense(_points(frame, step))
-    for limit in (report.budget_bytes, report.predicted_peak_bytes):
-        y = frame.y(limit)
-        yield from dense([(frame.left, y), (frame.right_edge, y)])
+    y = frame.y(report.budget_bytes)
+    yield from dense([(frame.left, y), (frame.right_edge, y)])
 
 
 def _shapes(frame: Frame, step: _Step) -> Iterator[Markup]:
@@ -110,8 +108,6 @@ def _shapes(frame: Frame, step: _Step) -> Iterator[Markup]:
 def _limits(frame: Frame, report: PlanReport) -> Iterator[Markup]:
     if budget_in_sight(report):
         yield level(frame, frame.y(report.budget_bytes), "line budget")
-    if report.after is None:
-        yield level(frame, frame.y(report.predicted_peak_bytes), "line predicted")
 
 
 def _ribbon(
@@ -142,11 +138,7 @@ def _ribbon(
 def _hints(
     frame: Frame, report: PlanReport, before: Timeline, at: Sequence[float]
 ) -> Iterator[Markup]:
-    if report.after is None:
-        afterwards = {}
-    else:
-        after = report.after
-        afterwards = {name: highest(after, mark) for name, mark in named(after)}
+    afterwards = {name: highest(report.after, mark) for name, mark in named(report.after)}
     for name, mark in named(before):
         if mark.stage >= len(report.rows):
             continue
@@ -176,13 +168,6 @@ def _labels(frame: Frame, report: PlanReport, steps: Sequence[_Step]) -> Iterato
             text=f"budget {in_bytes(report.budget_bytes)}",
             class_="budget",
         )
-    if report.after is None:
-        yield Label(
-            x=frame.right_edge,
-            y=frame.y(report.predicted_peak_bytes),
-            text=f"predicted {in_bytes(report.predicted_peak_bytes)}",
-            class_="after",
-        )
 
 
 def _column(frame: Frame, mark: Mark, at: Sequence[float], class_: str, *inside: Markup) -> Markup:
@@ -199,12 +184,8 @@ def _column(frame: Frame, mark: Mark, at: Sequence[float], class_: str, *inside:
 
 
 def _about(report: PlanReport) -> str:
-    about = (
-        f"Live memory over one step. Saving everything it peaks at "
-        f"{in_bytes(report.before.peak_bytes)}; "
+    return (
+        "Live memory over one step. Saving everything it peaks at "
+        f"{in_bytes(report.before.peak_bytes)}; with the plan at "
+        f"{in_bytes(report.after.peak_bytes)}. The budget is {in_bytes(report.budget_bytes)}."
     )
-    if report.after is None:
-        about += f"the plan is predicted to peak at {in_bytes(report.predicted_peak_bytes)}"
-    else:
-        about += f"with the plan at {in_bytes(report.after.peak_bytes)}"
-    return f"{about}. The budget is {in_bytes(report.budget_bytes)}."

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from holdfast import _checks
 
 # A pebibyte: sums of thousands of such numbers still fit the 64 bits of an array.
-_MOST = 1 << 50
+MOST_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,5 +126,5 @@ def _bytes(value: object, *names: str) -> None:
     for name in names:
         given = getattr(value, name)
         _checks.count(name, given, least=0)
-        if given > _MOST:
-            raise ValueError(f"{name} must be at most {_MOST} bytes, not {given}")
+        if given > MOST_BYTES:
+            raise ValueError(f"{name} must be at most {MOST_BYTES} bytes, not {given}")

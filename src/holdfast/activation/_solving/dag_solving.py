@@ -16,8 +16,10 @@ import numpy as np
 
 from holdfast import _checks
 from holdfast.activation._solving.schedule import Infeasible
+from holdfast.errors import PlanError
 
 _NONE_FITS = 2  # the status by which milp says so
+_OUT_OF_TIME = 1
 
 # A solver works to a tolerance, so a choice that misses the budget by a byte can pass for one that
 # meets it. Such a choice is forbidden by name and the next asked for, this many times.
@@ -47,17 +49,21 @@ def solve_intervals(
     savings: Sequence[Saving],
     extra_s: Mapping[tuple[int, int], float],
     budget_bytes: int,
+    *,
+    most_s: float = 30.0,
 ) -> tuple[int, ...] | Infeasible:
     """The option of each stage, of the least extra time with which no interval exceeds the budget.
 
     ``extra_s`` has every option there is, by stage and option; stages are numbered from 0 without
     gaps. An option without a saving frees nothing. What is returned fits to the byte.
     ``Infeasible`` tells a budget that suffices, the smallest to within some millionths, and the
-    interval that sets it. ``ImportError`` without SciPy; ``ValueError`` for numbers of stages,
-    options or intervals that do not exist.
+    interval that sets it. A search of HiGHS that takes ``most_s`` ends with the best it has by
+    then, which fits but may not be the fastest, or the smallest; ``PlanError`` if it has nothing.
+    ``ImportError`` without SciPy; ``ValueError`` for numbers of stages, options or intervals that
+    do not exist.
     """
     _checks.count("budget_bytes", budget_bytes, least=1)
-    problem = _Problem(intervals, savings, extra_s)
+    problem = _Problem(intervals, savings, extra_s, _checks.seconds("most_s", most_s))
     fastest = problem.fastest(budget_bytes)
     if fastest is not None:
         return problem.options(fastest)
@@ -77,8 +83,10 @@ class _Problem:
         intervals: Sequence[Interval],
         savings: Sequence[Saving],
         extra_s: Mapping[tuple[int, int], float],
+        most_s: float,
     ) -> None:
-        self._highs = _optimize()
+        self._highs = require_highs()
+        self._most_s = most_s
         self._columns = sorted(extra_s)
         self._times = np.array([_time(extra_s, column) for column in self._columns])
         self._live = np.array([interval.live_bytes for interval in intervals], np.int64)
@@ -125,7 +133,11 @@ class _Problem:
         one = self._highs.LinearConstraint(np.hstack([self._one_each, none]), lb=1.0, ub=1.0)
         goal = np.append(np.zeros(len(self._columns)), 1.0)
         found = self._run(goal, [one, below])
-        assert found is not None  # noqa: S101 -- a high enough peak is always above all
+        if found is None:  # a high enough peak is above all, so there is a choice
+            raise PlanError(
+                f"HiGHS found no choice of options within {self._most_s:g} s: name fewer stages, "
+                "or use solver='chain'"
+            )
         return found
 
     def _one(self) -> Any:
@@ -143,11 +155,11 @@ class _Problem:
             integrality=whole.astype(int),
             bounds=self._highs.Bounds(0.0, np.where(whole, 1.0, np.inf)),
             constraints=constraints,
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": 0.0, "time_limit": self._most_s},
         )
-        if result.status == _NONE_FITS:
-            return None
         if result.x is None:
+            if result.status in {_NONE_FITS, _OUT_OF_TIME}:
+                return None
             raise RuntimeError(f"HiGHS gave up without an answer: {result.message}")
         chosen: np.ndarray = (self._one_each * result.x[:count]).argmax(axis=1)
         return chosen
@@ -169,7 +181,8 @@ def _time(extra_s: Mapping[tuple[int, int], float], column: tuple[int, int]) -> 
     return _checks.between(f"extra_s[{column}]", extra_s[column], 0.0)
 
 
-def _optimize() -> Any:
+def require_highs() -> Any:
+    """SciPy's ``optimize``, which has HiGHS; ``ImportError`` with what to install without it."""
     try:
         return importlib.import_module("scipy.optimize")
     except ImportError as error:

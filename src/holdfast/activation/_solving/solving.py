@@ -10,12 +10,13 @@ it fits exactly; ``rounding_bytes`` bounds what slots may have hidden.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast import _checks
-from holdfast.activation._solving.chain import Chain, Option
+from holdfast.activation._solving.chain import Chain, Option, Stage
 from holdfast.activation._solving.floor import Floor
 from holdfast.activation._solving.rotor import Remaking, Rows
 from holdfast.activation._solving.schedule import Infeasible, Schedule, Simulated, assemble
@@ -31,7 +32,7 @@ _MOST_SLOTS = 4000
 class Solution:
     """A schedule that fits, with its exact peak and extra time.
 
-    ``rounding_bytes`` bounds what counting memory in slots of ``slot_bytes`` cost: no schedule that
+    ``rounding_bytes`` bounds what counting memory in slots cost: no schedule that
     fits the budget less that much is faster than this one, to single precision. A chain of more
     than about 130 linked stages also leaves out segments too long for the table.
     """
@@ -39,17 +40,15 @@ class Solution:
     schedule: Schedule
     extra_s: float
     peak_bytes: int
-    slot_bytes: int
     rounding_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The extra time of a step at a budget, and the peak it then has."""
+    """The extra time of a step at a budget."""
 
     budget_bytes: int
     extra_s: float
-    peak_bytes: int
 
 
 def solve(chain: Chain, budget_bytes: int, *, slots: int | None = None) -> Solution | Infeasible:
@@ -64,14 +63,24 @@ def solve(chain: Chain, budget_bytes: int, *, slots: int | None = None) -> Solut
     everything = _keeping_everything(chain)
     found = simulate(chain, everything)
     if found.peak_bytes <= budget_bytes:
-        return _solution(everything, found, slot_bytes=1, rounding_bytes=0)
+        return _solution(everything, found, rounding_bytes=0)
     counted = slots_for(chain, max(0, budget_bytes - chain.base_bytes), most)
     schedule, found = _fastest(chain, counted, budget_bytes)
     if found.peak_bytes > budget_bytes:
         return Infeasible(smallest_bytes=found.peak_bytes, reason=found.peak_at)
-    return _solution(
-        schedule, found, slot_bytes=counted.slot_bytes, rounding_bytes=counted.rounding_bytes
-    )
+    return _solution(schedule, found, rounding_bytes=counted.rounding_bytes)
+
+
+def lowest(
+    solve_for: Callable[[int], Solution | Infeasible], tries: int = 1
+) -> tuple[Solution | Infeasible, str]:
+    """The solution with the lowest peak, and what sets that, in words. ``tries`` for a solver that
+    may not find again what it has found."""
+    found, reason = solve_for(1), "nothing"
+    while isinstance(found, Infeasible) and tries > 0:
+        reason, tries = found.reason, tries - 1
+        found = solve_for(found.smallest_bytes)
+    return found, reason
 
 
 def curve(chain: Chain, *, points: int = 64, slots: int | None = None) -> tuple[Point, ...]:
@@ -92,7 +101,10 @@ def curve(chain: Chain, *, points: int = 64, slots: int | None = None) -> tuple[
     _, lowest = _fastest(chain, slots_for(chain, low - chain.base_bytes, most), low)
     found = sorted([everything, *found, lowest], key=lambda each: each.extra_s)
     return tuple(
-        _point(budget, next(each for each in found if each.peak_bytes <= budget))
+        Point(
+            budget_bytes=budget,
+            extra_s=next(each.extra_s for each in found if each.peak_bytes <= budget),
+        )
         for budget in budgets
     )
 
@@ -132,20 +144,13 @@ def _fastest(chain: Chain, counted: Slots, budget_bytes: int) -> tuple[Schedule,
     return schedule, simulate(chain, schedule)
 
 
-def _solution(
-    schedule: Schedule, found: Simulated, *, slot_bytes: int, rounding_bytes: int
-) -> Solution:
+def _solution(schedule: Schedule, found: Simulated, *, rounding_bytes: int) -> Solution:
     return Solution(
         schedule=schedule,
         extra_s=found.extra_s,
         peak_bytes=found.peak_bytes,
-        slot_bytes=slot_bytes,
         rounding_bytes=rounding_bytes,
     )
-
-
-def _point(budget_bytes: int, found: Simulated) -> Point:
-    return Point(budget_bytes=budget_bytes, extra_s=found.extra_s, peak_bytes=found.peak_bytes)
 
 
 class _Table:
@@ -159,6 +164,9 @@ class _Table:
         self._counted = counted
         self._remaking = Remaking(chain, counted)
         count = len(chain.stages)
+        self._spans = [
+            [self._span(stage, each) for each in stage.options] for stage in chain.stages
+        ]
         self._rows: Rows = np.full((count + 1, counted.widened + 1), np.inf, np.float32)
         self._rows[count, counted.size(chain.head_bytes) :] = 0.0
         for first in reversed(range(count)):
@@ -183,8 +191,8 @@ class _Table:
     def option_or_segment(self, first: int, room: int) -> tuple[int | None, int]:
         times: dict[tuple[int | None, int], float] = {}
         stage = self._chain.stages[first]
-        for index, option in enumerate(stage.options):
-            kept, start = self._span(first, option)
+        spans = self._spans[first]
+        for index, (option, (kept, start)) in enumerate(zip(stage.options, spans, strict=True)):
             if room >= start:
                 times[index, first] = option.extra_s + self._rows[first + 1, room - kept]
         fitting = self._remaking.fitting(first, self._remaking.lengths[first], room)
@@ -203,14 +211,14 @@ class _Table:
             later = self._rows[first + 1 : first + 1 + length]
             self._remaking.lower(best, later, first, pending_bytes=0)
             best -= np.float32(self._remaking.before[first])
-        for option in self._chain.stages[first].options:
-            kept, start = self._span(first, option)
+        options = self._chain.stages[first].options
+        for option, (kept, start) in zip(options, self._spans[first], strict=True):
             if start < columns:
                 later = self._rows[first + 1, start - kept : columns - kept]
                 np.minimum(best[start:], later + np.float32(option.extra_s), out=best[start:])
 
-    def _span(self, first: int, option: Option) -> tuple[int, int]:
+    def _span(self, stage: Stage, option: Option) -> tuple[int, int]:
         """The slots an option keeps, and those with which it can be taken at all."""
         kept = self.size(option.kept_bytes)
-        peak_bytes = max(self._chain.stages[first].forward_bytes, option.backward_bytes)
+        peak_bytes = max(stage.forward_bytes, option.backward_bytes)
         return kept, max(kept, self.size(peak_bytes))

@@ -1,0 +1,134 @@
+"""What a storage of any kind can do, found out by trying. Leaves nothing behind."""
+
+import contextlib
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from holdfast.cli._text import size
+from holdfast.contracts import ReadRange, Storage
+from holdfast.errors import CheckpointError, ObjectChangedError, ObjectExistsError, StorageError
+
+Verdict = Literal["ok", "warn", "bad"]
+
+_BLOCK: Final = 8 * 1024 * 1024
+_SLOW_OBJECT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at, what it is like, and what to do if that is not well."""
+
+    what: str
+    value: str
+    verdict: Verdict = "ok"
+    advice: str = ""
+
+
+def object_findings(storage: Storage, nbytes: int) -> list[Finding]:
+    """An object store: whether it answers, keeps writers apart, and how fast it is."""
+    try:
+        with probe_keys(storage) as key:
+            findings = [_latency(storage, key), *promises(storage, key)]
+            return [*findings, *bandwidth(storage, key("large"), nbytes, slow=50e6)]
+    except CheckpointError as error:
+        why = "see that the address, the credentials and the right to write and delete are right"
+        return [Finding(what="storage", value=error.message, verdict="bad", advice=why)]
+
+
+@contextlib.contextmanager
+def probe_keys(storage: Storage) -> Iterator[Callable[[str], str]]:
+    """Names for objects to try things with. What was stored under them is deleted."""
+    folder = f"holdfast-doctor-{secrets.token_hex(8)}"
+    given: list[str] = []
+
+    def key(name: str) -> str:
+        given.append(f"{folder}/{name}")
+        return given[-1]
+
+    try:
+        yield key
+    finally:
+        for each in dict.fromkeys(given):
+            storage.delete(each)
+
+
+def promises(storage: Storage, key: Callable[[str], str]) -> Iterator[Finding]:
+    """What commits stand on: of two that create one key one wins, and only the version that was
+    seen is replaced."""
+    name = key("promises")
+    first = storage.create(name, b"first")
+    try:
+        storage.create(name, b"second")
+        yield Finding(
+            what="create only if absent",
+            value="ignored",
+            verdict="bad",
+            advice="two saves of one name could overwrite each other: use another store or gateway",
+        )
+    except ObjectExistsError:
+        yield Finding(what="create only if absent", value="kept")
+    try:
+        second = storage.replace(name, b"third, longer", first.version)
+        storage.replace(name, b"fourth", first.version)
+        yield Finding(
+            what="replace only what was seen",
+            value="ignored",
+            verdict="bad",
+            advice="saves with overwrite could destroy each other: use another store or gateway",
+        )
+    except ObjectChangedError:
+        kept = storage.stat(name).version == second.version
+        yield Finding(what="replace only what was seen", value="kept" if kept else "unclear")
+    except StorageError as error:
+        yield Finding(
+            what="replace only what was seen",
+            value=error.message,
+            verdict="bad",
+            advice="overwriting and deleting checkpoints will fail here",
+        )
+
+
+def bandwidth(storage: Storage, key: str, nbytes: int, *, slow: float) -> Iterator[Finding]:
+    """Bytes per second, written durably and read back. ``slow`` is where to warn."""
+    block = memoryview(secrets.token_bytes(min(_BLOCK, nbytes)))
+    begun = time.monotonic()
+    with storage.open_writer(key, size_bytes=nbytes) as writer:
+        for offset in range(0, nbytes, len(block)):
+            writer.write_at(offset, block[: nbytes - offset])
+        writer.finish()
+    yield _speed("write, durable", nbytes, time.monotonic() - begun, slow)
+    into = memoryview(bytearray(nbytes))
+    begun = time.monotonic()
+    storage.read_into(key, [ReadRange(start=0, into=into)])
+    yield _speed("read", nbytes, time.monotonic() - begun, slow)
+
+
+def _speed(what: str, nbytes: int, seconds: float, slow: float) -> Finding:
+    speed = nbytes / max(seconds, 1e-9)
+    bad = speed < slow
+    return Finding(
+        what=what,
+        value=f"{size(speed)}/s ({size(nbytes)})",
+        verdict="warn" if bad else "ok",
+        advice="slow: save in the background (save_async) or to a nearer disk" if bad else "",
+    )
+
+
+def _latency(storage: Storage, key: Callable[[str], str]) -> Finding:
+    seconds = []
+    for nth in range(5):
+        begun = time.monotonic()
+        storage.create(key(f"small-{nth}"), b"small")
+        seconds.append(time.monotonic() - begun)
+    middle = statistics.median(seconds)
+    late = middle > _SLOW_OBJECT_S
+    return Finding(
+        what="small object",
+        value=f"{middle * 1e3:.1f} ms to create",
+        verdict="warn" if late else "ok",
+        advice="far away: fewer and larger files help (format single_file)" if late else "",
+    )

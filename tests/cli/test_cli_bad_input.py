@@ -1,0 +1,121 @@
+"""What cannot work: one clear line, a code that is not 0, no traceback unless it is asked for."""
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+from cli_tools import COMMAND, holdfast, refused
+
+from holdfast.catalog import Catalog
+from holdfast.format import encode_record
+
+
+def test_paths_to_nothing(store, tmp_path):
+    refused("ls", tmp_path / "no", code=3, saying=["no such file or folder", "no]"])
+    refused("show", store / "step_999", code=3, saying="no such file or folder")
+    (tmp_path / "file.txt").write_bytes(b"x")
+    refused("verify", tmp_path / "file.txt", code=3, saying="no part of a checkpoint")
+    (tmp_path / "stray.safetensors").write_bytes(b"x")
+    refused("show", tmp_path / "stray.safetensors", code=3, saying="no commit record beside it")
+    refused("ls", "ftp://host/run", code=2, saying="no storage is known for ftp://")
+    refused("ls", "s3:/bucket", code=2, saying="lacks the slashes")
+
+
+def test_an_empty_store(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert refused("ls", tmp_path / "empty", "--json", code=3, saying="no checkpoints").json == {
+        "store": (tmp_path / "empty").as_uri(),
+        "checkpoints": [],
+        "unreadable": [],
+    }
+    for verb in (["show"], ["verify"], ["verify", "--all"], ["prune", "--keep-last", "1"]):
+        refused(*verb, tmp_path / "empty", code=3, saying="no checkpoints")
+
+
+def test_damage_stops_those_who_read_it(own_store):
+    record = own_store / "step_300" / "metadata.json"
+    record.write_bytes(b"\0" + record.read_bytes()[1:])
+    refused("show", own_store / "step_300", code=4, saying="not a holdfast commit record")
+    passed = holdfast("show", own_store, "--json")
+    assert passed.json["checkpoint"]["name"] == "step_200"
+    assert "passed over" in passed.err
+    (shard,) = (own_store / "step_200").glob("*.safetensors")
+    size = shard.stat().st_size
+    os.truncate(shard, size // 2)
+    refused("cat", own_store / "step_200", "model.weight", code=4, saying=[shard.name, str(size)])
+    debug = holdfast("cat", own_store / "step_200", "model.weight", "--debug")
+    assert debug.code == 4
+    assert "Traceback" in debug.err
+    assert debug.err.splitlines()[-1].startswith("holdfast: a file of the checkpoint has ")
+
+
+def test_names_and_slices_that_are_not_there(store):
+    refused("cat", store, "model.wieght", code=3, saying="did you mean 'model.weight'")
+    refused("show", store, "--tensors", "nope*", code=3, saying="no tensor fits 'nope*'")
+    refused("cat", store, "model.weight", "--slice", "0:1:2", code=2, saying="step")
+    refused("cat", store, "model.weight", "--slice", "999", code=2, saying="the size is 300")
+    refused("prune", store, "--keep-best", "acc", code=3, saying="there are accuracy, loss")
+    refused("verify", store, "--sample", "0%", code=2, saying="--sample")
+    refused("lss", code=2, saying="Did you mean 'ls'")
+    refused("ls", "--nope", code=2, saying="--nope")
+    refused("cat", store, code=2, saying="TENSOR")
+
+
+def test_no_permission(tmp_path):
+    """A root gives its powers up first."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    Catalog(closed).write("a", {"x": 1})
+    closed.chmod(0)
+    try:
+        refused("ls", closed, code=5, saying="ermission denied", powerless=True)
+    finally:
+        closed.chmod(0o700)
+
+
+@pytest.mark.parametrize("verb", [["show", "--full"], ["show", "--json"]])
+def test_a_pipe_that_is_closed_ends_it_quietly(store, verb):
+    with subprocess.Popen(
+        [*COMMAND, *verb, store], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+    assert (process.returncode, err) == (141, "")
+
+
+def test_without_its_packages_it_says_how_to_get_them():
+    code = "import sys; sys.modules['typer'] = None; from holdfast.cli import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "ls"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    assert ran.stderr == ('holdfast: the command line needs more: pip install "holdfast[cli]"\n')
+
+
+def test_what_a_record_merely_claims_takes_no_memory_and_no_time(tmp_path):
+    """A record that is well formed and says that a tensor of 16 bytes has an exbibyte."""
+    catalog = Catalog(tmp_path)
+    catalog.write("a", {"x": np.zeros(2), ".".join("x" * 3000): np.zeros(1)})
+    found = catalog.find("a").record
+    (cut,) = found.tensors["x"].placement.cuts
+    placement = msgspec.structs.replace(
+        found.tensors["x"].placement, cuts=(msgspec.structs.replace(cut, step=2**56),)
+    )
+    huge = msgspec.structs.replace(found.tensors["x"], shape=(2**56,), placement=placement)
+    record = msgspec.structs.replace(found, tensors={**found.tensors, "x": huge})
+    (tmp_path / "a" / "metadata.json").write_bytes(encode_record(record))
+    refused("cat", tmp_path / "a", "x", code=4, saying="the record says that this file holds 'x'")
+    refused(
+        "diff",
+        tmp_path / "a",
+        tmp_path / "a/metadata.json",
+        "--tensors",
+        "nope",
+        code=3,
+        saying="no tensor of either fits",
+    )
+    shown = holdfast("show", tmp_path / "a")
+    assert "x  F64 [72057594037927936]  512.0 PiB" in shown.out

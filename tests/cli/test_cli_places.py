@@ -1,0 +1,86 @@
+"""What a path on the command line means, and what a terminal shows that a pipe does not."""
+
+import os
+import pty
+import shutil
+import subprocess
+
+import numpy as np
+from cli_tools import COMMAND, holdfast, refused
+
+from holdfast.catalog import Catalog
+from holdfast.cli._place import ROOT_MARK, find_place
+
+
+def test_the_lock_file_tells_where_a_store_begins(tmp_path):
+    Catalog(tmp_path / "s").write("exp/a", {"w": np.zeros(3)})
+    assert (tmp_path / "s" / ROOT_MARK).exists()
+    place = find_place(str(tmp_path / "s/exp/a"))
+    assert (place.catalog.storage.url, place.name) == ((tmp_path / "s").as_uri(), "exp/a")
+    assert place.sure
+    assert find_place(str(tmp_path / "s/exp")).inside == str(tmp_path / "s")
+    assert find_place((tmp_path / "s").as_uri()).name is None
+    (tmp_path / "link").symlink_to(tmp_path / "s/exp/a")
+    assert find_place(str(tmp_path / "link")).name == "exp/a"
+
+
+def test_without_one_or_with_two_it_has_to_be_said_before_anything_is_deleted(tmp_path):
+    Catalog(tmp_path / "s").write("exp/a", {"w": np.zeros(3)})
+    mark = tmp_path / "s" / ROOT_MARK
+    (tmp_path / "s/exp" / ROOT_MARK).touch()
+    refused("rm", "--yes", tmp_path / "s/exp/a", code=2, saying="where does the store end?")
+    (tmp_path / "s/exp" / ROOT_MARK).unlink()
+    mark.unlink()
+    assert holdfast("show", tmp_path / "s/exp/a").code == 0
+    refused("rm", "--yes", tmp_path / "s/exp/a", code=2, saying=f"{tmp_path}/s/exp//a")
+    assert holdfast("rm", "--yes", f"{tmp_path}/s//exp/a").code == 0
+    assert Catalog(tmp_path / "s").list() == []
+
+
+def test_somebody_elses_metadata_makes_no_checkpoint_of_a_store(own_store):
+    (own_store / "metadata.json").write_text('{"mine": 1}')
+    (own_store / ROOT_MARK).unlink()
+    assert len(holdfast("ls", own_store, "--json").json["checkpoints"]) == 3
+
+
+def test_a_checkpoint_alone_in_a_folder_is_read(store, tmp_path):
+    shutil.copytree(store / "step_100", tmp_path / "moved")
+    assert holdfast("verify", cwd=tmp_path / "moved").code == 0
+    assert holdfast("ls", tmp_path / "moved").out.splitlines()[1].split()[0] == "moved"
+
+
+def test_on_a_terminal_it_draws_and_asks(own_store):
+    drawn = on_terminal("ls", own_store)
+    assert drawn[0] == 0
+    assert "\x1b[1m" in drawn[1]
+    assert "─" in drawn[1]
+    bar = on_terminal("verify", own_store)
+    assert "━" in bar[1]
+    asked = on_terminal("rm", own_store / "step_100", answer="n\n")
+    assert asked[0] == 1
+    assert "Delete step_100" in asked[1]
+    assert "[y/N]" in asked[1]
+    assert len(Catalog(own_store).list()) == 3
+    assert on_terminal("rm", own_store / "step_100", answer="y\n")[0] == 0
+    assert len(Catalog(own_store).list()) == 2
+
+
+def on_terminal(*arguments, answer=""):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"},
+    )
+    os.close(theirs)
+    os.write(ours, answer.encode())
+    shown = b""
+    try:
+        while more := os.read(ours, 4096):
+            shown += more
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(ours)
+    return process.wait(timeout=60), shown.decode()
