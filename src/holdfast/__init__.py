@@ -35,14 +35,15 @@ if TYPE_CHECKING:  # the same names as in _names below, for those who read types
     from holdfast.distributed import SaveRecord as SaveRecord
     from holdfast.distributed import per_rank as per_rank
     from holdfast.format import CompressionLevel as CompressionLevel
+    from holdfast.precision import MixedPrecisionOptimizer as MixedPrecisionOptimizer
 
 __version__ = "0.1.0"
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless asked to speak
 
 _rooms = (
-    *("activation", "catalog", "contracts", "coordination", "distributed", "errors", "format"),
-    *("reshard", "resilience", "storage", "testing"),
+    *("activation", "catalog", "cli", "contracts", "coordination", "distributed", "errors"),
+    *("format", "integrations", "precision", "reshard", "resilience", "storage", "testing"),
 )
 
 _names = {
@@ -54,6 +55,7 @@ _names = {
     "CompressionLevel": "format",
     "DistributedCheckpoint": "distributed",
     "LoadOptions": "distributed",
+    "MixedPrecisionOptimizer": "precision",
     "Preemption": "distributed",
     "ResumeResult": "distributed",
     "SaveHandle": "distributed",

@@ -25,6 +25,7 @@
     ├── CoordinationError               UNKNOWN
     │   ├── RankFailedError
     │   └── RankLostError
+    ├── FallbackRequiresRewrapError     UNKNOWN                        RuntimeError
     ├── PlanError                       UNKNOWN                        ValueError
     │   └── BudgetError
     └── RecomputationError              UNKNOWN                        RuntimeError
@@ -59,6 +60,7 @@ __all__ = [
     "DependencyCycleError",
     "ErrorKind",
     "ErrorRecord",
+    "FallbackRequiresRewrapError",
     "IncompatibleVersionError",
     "LoadError",
     "NoSpaceError",
@@ -308,8 +310,14 @@ class UnknownLayerError(RecomputationError, KeyError):
     """No recompute function is registered for the layer."""
 
 
+class FallbackRequiresRewrapError(CheckpointError, RuntimeError):
+    """A model must go on in FP32, but is wrapped so that its dtype cannot change. Nothing has: its
+    masters are intact."""
+
+
 class PlanError(CheckpointError, ValueError):
-    """No activation plan could be made, or it is not one for this model. The model is as it was."""
+    """No activation plan could be made, or it is not one for this model. The model is as it was,
+    but for parameters that it changes in a step by itself: the message then says so."""
 
 
 class BudgetError(PlanError):

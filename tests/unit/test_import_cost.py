@@ -9,8 +9,8 @@ import torch
 import holdfast
 
 ROOMS = {
-    *("catalog", "contracts", "coordination", "errors", "format", "reshard", "resilience"),
-    *("storage", "testing"),
+    *("catalog", "cli", "contracts", "coordination", "errors", "format", "reshard"),
+    *("resilience", "storage", "testing"),
 }
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.activation._measuring.stretches import END, Course, Stretch
-from holdfast.activation._planning.choosing import chain_of
+from holdfast.activation._planning.choosing import AGES_S, chain_of, without_recipes
 from holdfast.activation._planning.deciding import Decision, PlannedStage
 from holdfast.activation._planning.linking import Pass, passes_of
 from holdfast.activation._planning.seen import Made, Profile, Recipes, StageProfile
@@ -514,3 +514,18 @@ def test_a_long_timeline_is_thinned_and_keeps_its_peak(levels, at):
     assert max(found.bytes_, default=0) == max(levels, default=0) == found.peak_bytes
     (mark,) = found.marks
     assert 0 <= mark.start <= mark.end <= max(1, len(found.bytes_))
+
+
+def test_recipes_are_left_out_where_anything_else_fits():
+    """Numbers of options stay what they were, so that a schedule is one of the chain itself."""
+    whole, plain = chain(), without_recipes(chain())
+    lowest_bytes = floor()[0].peak_bytes
+    for budget in range(lowest_bytes, simulate(whole, Schedule(choices=(0,) * 4)).peak_bytes, 997):
+        found = solve(plain, budget)
+        chosen = [each for each in found.schedule.choices if each is not None]
+        assert found.extra_s >= solve(whole, budget).extra_s
+        if found.extra_s < AGES_S:
+            assert set(chosen) <= {0}
+            assert simulate(whole, found.schedule).extra_s == pytest.approx(found.extra_s)
+        else:
+            assert set(chosen) - {0}

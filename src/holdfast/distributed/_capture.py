@@ -219,7 +219,9 @@ class _Walk:
             kind = {OPTIMIZER_CLASS: type(value).__qualname__}
             state = optimizer_state(value, names_for(value, self.parameters)) | kind
             parameters = (each for group in value.param_groups for each in group["params"])
-            self.owned.update(map(home, chain(parameters, _tensors_in(state))))
+            # Who steps FP32 masters writes the model's own weights, too.
+            weights = _tensors_in(getattr(value, "training_weights", None))
+            self.owned.update(map(home, chain(parameters, weights, _tensors_in(state))))
             self.owned.discard(0)
             return self._dict(state, place)
         try:

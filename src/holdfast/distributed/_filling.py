@@ -1,10 +1,13 @@
 """Changes of a state beside its modules and optimizers, each of which can be taken back."""
 
 import copy
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
+import torch
 
+from holdfast.distributed._stored import DICTS
 from holdfast.errors import LoadError
 
 _ABSENT = object()
@@ -68,3 +71,36 @@ class StatefulFill:
         if self._old is not _ABSENT:
             self._target.load_state_dict(self._old)
         self._old = _ABSENT
+
+
+@final
+class DtypesAsSaved:
+    """Gives the model of an optimizer that keeps FP32 masters the dtypes it was saved with, 16-bit
+    or, after a fallback, FP32. To be applied before the model is matched: to load FP32 values into
+    16-bit ones would round away what buffers have."""
+
+    def __init__(self, optimizer: Any, *, fallback: bool) -> None:
+        self._optimizer = optimizer
+        self._fallback = fallback
+        self._is_applied = False
+
+    @classmethod
+    def found_in(cls, target: object, stored: object) -> "Iterator[DtypesAsSaved]":
+        """For each optimizer of a state whose stored counterpart has other dtypes."""
+        if isinstance(target, torch.optim.Optimizer):
+            saved = stored.get("has_fallback") if isinstance(stored, Mapping) else None
+            can = callable(getattr(target, "set_fallback", None))
+            if can and isinstance(saved, bool) and saved != target.has_fallback:
+                yield cls(target, fallback=saved)
+        elif type(target) in DICTS and isinstance(stored, Mapping):
+            for key in target.keys() & stored.keys():  # type: ignore[attr-defined]
+                yield from cls.found_in(target[key], stored[key])  # type: ignore[index]
+
+    def apply(self) -> None:
+        self._is_applied = True
+        self._optimizer.set_fallback(fallback=self._fallback)
+
+    def undo(self) -> None:
+        if self._is_applied and self._optimizer.has_fallback == self._fallback:
+            self._optimizer.set_fallback(fallback=not self._fallback)
+        self._is_applied = False

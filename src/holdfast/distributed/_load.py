@@ -20,6 +20,7 @@ from holdfast.contracts import ObjectInfo, Operation
 from holdfast.distributed._agree import check_same
 from holdfast.distributed._capture import parameters_in
 from holdfast.distributed._collecting import collecting_later
+from holdfast.distributed._filling import DtypesAsSaved
 from holdfast.distributed._fitting import fit
 from holdfast.distributed._matching import Matching
 from holdfast.distributed._options import LoadOptions
@@ -112,6 +113,7 @@ class _Loading:
         with operation.phase("validate"), self._meter.phase("validate"):
             validation = self._validate(operation, found)
         with operation.phase("match"), self._meter.phase("match"), collecting_later():
+            self._apply([*DtypesAsSaved.found_in(target, stored)])
             matching = self._matching(found, operation, target)
             make = matching.whole(stored) if target is None else None
             holder = [] if make else fit(matching, target, stored, open_at=open_at)

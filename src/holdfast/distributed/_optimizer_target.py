@@ -130,7 +130,14 @@ class OptimizerTarget:
                 yield (GROUPS, source, *path), ref, _as_there(there, shape_of(ref.name), device)
         rest: dict[str, object] = {**tree.rest, **({OTHER: tree.other} if tree.other else {})}
         for path, ref in _refs(rest):
-            yield path, ref, _as_there(at(current, path), shape_of(ref.name), _CPU)
+            there, shape = at(current, path), shape_of(ref.name)
+            # An own state_dict may keep the state of parameters by their names, too: what a fresh
+            # optimizer has not made yet must lie as its parameter does, not whole on every rank.
+            called = next((str(step) for step in path if step in self.parameters), None)
+            if called is None:
+                yield path, ref, _as_there(there, shape, _CPU)
+            else:
+                yield path, ref, self._like(called, path, shape, there, {})
 
     def _like(
         self,

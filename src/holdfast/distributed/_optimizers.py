@@ -185,8 +185,10 @@ class _Before:
             if self._packed is not None:
                 self._optimizer.load_state_dict(copy.deepcopy(self._packed))
         finally:
-            self._optimizer.state = self._state
-            self._optimizer.param_groups = self._groups
+            if self._optimizer.state is not self._state:
+                self._optimizer.state = self._state
+            if self._optimizer.param_groups is not self._groups:
+                self._optimizer.param_groups = self._groups
             _refill(self._state, self._held)
             for inner, before in self._inner:
                 _refill(inner, before)

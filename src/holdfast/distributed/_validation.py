@@ -86,6 +86,9 @@ class ValidationResult:
         """Whether there are no errors; warnings may be there."""
         return not self.errors
 
+    def __bool__(self) -> bool:
+        return self.is_valid
+
     @property
     def has_warnings(self) -> bool:
         return bool(self.warnings)

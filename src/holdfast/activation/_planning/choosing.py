@@ -1,12 +1,14 @@
 """From what was seen of a step to what can be chosen. Pure: a profile in, a chain out."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast.activation._measuring.stretches import END, Course
 from holdfast.activation._planning.seen import Made, Profile, Recipes, StageProfile, Way
 from holdfast.activation._solving.chain import Chain, Option, Stage
 
+AGES_S = 1e6  # no step takes that long
 _MOST_OPTIONS = 12
 _LEAST_RATIO = 0.5
 _FASTEST_BYTES_A_SECOND = 20e9  # no tier is free, whatever was measured
@@ -139,6 +141,23 @@ def chain_of(profile: Profile) -> Chain:
         ),
         base_bytes=kept.base,
         head_bytes=max(0, kept.head - kept.end),
+    )
+
+
+def without_recipes(chain: Chain) -> Chain:
+    """``chain`` with recipes so dear that none is chosen where anything else fits."""
+    return replace(
+        chain,
+        stages=tuple(
+            replace(
+                stage,
+                options=tuple(
+                    replace(option, extra_s=option.extra_s + AGES_S) if option.dropped else option
+                    for option in stage.options
+                ),
+            )
+            for stage in chain.stages
+        ),
     )
 
 

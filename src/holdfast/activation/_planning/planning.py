@@ -100,8 +100,7 @@ def plan(
             )
             share = round(wanted * tried.everything_bytes) if isinstance(wanted, float) else wanted
             limit = min(ranks.gathered(share))
-            found = tried.find(limit)
-            times = tried.times(found)
+            found, times = tried.quickest(limit)
             refuse_changes()
         return ActivationPlan(
             version=VERSION,

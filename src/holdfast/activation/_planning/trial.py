@@ -12,7 +12,7 @@ from holdfast.activation._measuring.stretches import Course
 from holdfast.activation._planning.agreeing import Ranks, reconcile
 from holdfast.activation._planning.applying import AppliedPlan
 from holdfast.activation._planning.budget import LEAST_BYTES
-from holdfast.activation._planning.choosing import chain_of
+from holdfast.activation._planning.choosing import chain_of, without_recipes
 from holdfast.activation._planning.deciding import Decision, PlannedStage, Tier
 from holdfast.activation._planning.profiling import course_of, profile
 from holdfast.activation._planning.sampling import Sample
@@ -26,6 +26,7 @@ from holdfast.errors import BudgetError
 
 _ROUNDS = 4
 _WORTH = 0.02  # of the budget: less room than this is not worth another try
+_NEAR = 0.05  # of a step: what is foreseen to be slower by more is not tried
 _ALIKE = 1.01  # times decide which of the smallest solutions it is: their peaks differ a little
 
 
@@ -85,6 +86,46 @@ class Trial:
             self.seen.kept,
         )
         self.everything_bytes: int = self._kept.peak_bytes
+
+    def quickest(self, limit: int) -> tuple[Found, tuple[float, float]]:
+        """The solution that fits and is quickest when it is timed, and the seconds of a step
+        without and with it; ``BudgetError`` if none fits.
+
+        What recipes cost in a step is the hardest to foresee. So where the best solution that has
+        none may be as quick, both are tried.
+        """
+        found = self.find(limit)
+        without_s, planned_s = self.times(found)
+        other = self._without_recipes(found, limit)
+        if other is not None:
+            other_without_s, other_s = self.times(other)
+            without_s = min(without_s, other_without_s)
+            gained_s = sum(self._ranks.gathered(planned_s - other_s))
+            if gained_s > 0:
+                return other, (without_s, other_s)
+        return found, (without_s, planned_s)
+
+    def _without_recipes(self, found: Found, limit: int) -> Found | None:
+        """The best such solution, measured, if it fits and is foreseen to be about as quick."""
+        schedule = found.solution.schedule
+        options = zip(self.chain.stages, schedule.choices, strict=True)
+        if not any(
+            choice is not None and stage.options[choice].dropped for stage, choice in options
+        ):
+            return None
+        chain = without_recipes(self.chain)
+        allowed = found.solved_bytes
+        solution = self._ranks.decided(lambda: self._solver.solve(chain, self._kept, allowed))
+        near_s = found.solution.extra_s + _NEAR * self.seen.seconds["kept"]
+        if isinstance(solution, Infeasible) or not all(
+            self._ranks.gathered(solution.extra_s < near_s)
+        ):
+            return None
+        self._tell("measuring a plan without recipes")
+        course = self._course(solution, allowed)
+        if max(self._ranks.gathered(course.peak_bytes)) > limit:
+            return None
+        return Found(solution, allowed, course)
 
     def find(self, limit: int) -> Found:
         """The fastest solution whose measured peak is within ``limit``, or ``BudgetError``."""

@@ -1,0 +1,57 @@
+"""A process that says how many bytes it holds: ``_precision_memory.py kind parameters``.
+
+``fused``, ``remainder`` and ``plain`` are AdamW with BF16 weights after three steps, gradients
+included; ``growth`` is what 1,000 steps add to the first 100.
+"""
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from holdfast.precision import MixedPrecisionOptimizer, MixedPrecisionOptions
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def held() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def made(kind: str, parameters: int) -> MixedPrecisionOptimizer:
+    weights = [torch.nn.Parameter(torch.randn(2**20)) for _ in range(parameters // 2**20)]
+    storage = "remainder" if kind == "remainder" else "fp32"
+    options = MixedPrecisionOptions.for_bf16(max_grad_norm=1.0, master_storage=storage)
+    return MixedPrecisionOptimizer(torch.optim.AdamW(weights, fused=kind != "plain"), options)
+
+
+def step(optimizer: MixedPrecisionOptimizer) -> None:
+    for weight in optimizer.training_weights.values():
+        weight.grad = torch.full_like(weight, 0.01)
+    optimizer.step()
+
+
+def main() -> None:
+    kind, parameters = sys.argv[1], int(sys.argv[2])
+    step(made(kind, 2**20))  # whatever torch makes at a first step is none of the model's
+    if kind == "growth":
+        small = made("fused", parameters)
+        for _ in range(100):
+            step(small)
+        before = held()
+        for _ in range(1000):
+            step(small)
+        print(held() - before)
+        return
+    before = held()
+    optimizer = made(kind, parameters)
+    for _ in range(3):
+        step(optimizer)
+    print(held() - before)
+
+
+if __name__ == "__main__":
+    main()

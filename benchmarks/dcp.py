@@ -1,0 +1,166 @@
+"""torch.distributed.checkpoint through holdfast's storage and through its own, in one run.
+
+The same calls, ``dcp.save`` and ``dcp.load``, of the same model and Adam state, once with
+``HoldfastWriter`` and ``HoldfastReader`` and once with ``FileSystemWriter`` and
+``FileSystemReader``, on 1 and on 2 ranks. Both are durable when they return: ``sync_files`` is on.
+A load is cold, dropped from the page cache, or warm; both fill the state's own tensors. DCP writes
+with 1, 2 or 4 threads, and the best of the three, by its median in this run, is compared with.
+Times begin when every rank waits for its next call, and end when the slowest is done.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from _measure import Measurement, interleaved, median, spread, told
+from _ranks import Training
+from distributed import cold, in_folder, on_ranks
+from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
+from holdfast.testing import RankGang
+
+STATE_BYTES = 2048 * 2**20
+SMALL_TENSORS = 10_000
+REPEATS = 7
+OURS = "holdfast"
+DCP = {f"DCP{n}": n for n in (1, 2, 4)}
+"""DCP's own storage, and its ``thread_count``."""
+
+SAVE_TIMES = 1.2
+LOAD_TIMES = 2.0
+
+
+def measure() -> list[Measurement]:
+    found: list[Measurement] = []
+    for ranks in (1, 2):
+        found += in_folder(partial(compared, ranks=ranks, small=False))
+    found += in_folder(partial(compared, ranks=1, small=True))
+    return found
+
+
+def compared(folder: Path, *, ranks: int, small: bool) -> list[Measurement]:
+    names = [OURS, *DCP]
+    with RankGang(ranks) as gang:
+        size = sum(on_ranks(gang, set_up, folder, STATE_BYTES, small=small))
+        for name in names:
+            on_ranks(gang, save, name)
+        saved = interleaved(
+            {name: partial(on_ranks, gang, save, name) for name in names},
+            repeats=REPEATS,
+            prepare=partial(empty, folder),
+        )
+        loads: dict[str, Callable[[], object]] = {
+            name: partial(on_ranks, gang, load, name) for name in names
+        }
+        from_disk = interleaved(loads, repeats=REPEATS, prepare=lambda _: cold(folder))
+        for name in names:
+            on_ranks(gang, check, name)
+        from_cache = interleaved(loads, repeats=REPEATS)
+    what = f"{SMALL_TENSORS:,} tensors of 1 KiB" if small else f"{ranks} rank{'s' * (ranks > 1)}"
+    return [
+        measurement
+        for verb, seconds, least in (
+            ("save", saved, SAVE_TIMES),
+            ("cold load", from_disk, LOAD_TIMES),
+            ("warm load", from_cache, LOAD_TIMES),
+        )
+        for measurement in _told(f"dcp {verb}, {what}", seconds, least, None if small else size)
+    ]
+
+
+class Here:
+    """What a rank holds between calls: one state to save, one to load into."""
+
+    def __init__(self, folder: Path, states: Sequence[dict[str, Any]], *, alone: bool) -> None:
+        self.saved, self.into = states
+        self.folder = folder
+        self.alone = alone
+
+
+HERE: list[Here] = []  # in a rank's process, where each call is a function of its own
+
+
+def set_up(rank: int, folder: Path, size_bytes: int, *, small: bool) -> int:
+    """Returns how many bytes are this rank's."""
+    ranks = torch.distributed.get_world_size()
+    states = [
+        _small(seed) if small else Training(size_bytes, ranks=ranks, seed=seed).tensors()
+        for seed in (1, 2)
+    ]
+    HERE.append(Here(folder, states, alone=ranks == 1))
+    return sum(tensor.nbytes for tensor in _local(states[0]))
+
+
+def save(rank: int, name: str) -> None:
+    here = HERE[0]
+    path = here.folder / name / "a"
+    writer = (
+        HoldfastWriter(path) if name == OURS else dcp.FileSystemWriter(path, thread_count=DCP[name])
+    )
+    dcp.save(dict(here.saved), storage_writer=writer, no_dist=here.alone)
+
+
+def load(rank: int, name: str) -> None:
+    here = HERE[0]
+    path = here.folder / name / "a"
+    reader = HoldfastReader(path) if name == OURS else dcp.FileSystemReader(path)
+    dcp.load(dict(here.into), storage_reader=reader, no_dist=here.alone)
+
+
+def check(rank: int, name: str) -> None:
+    here = HERE[0]
+    for tensor in _local(here.into):
+        tensor.zero_()
+    load(rank, name)
+    pairs = zip(_local(here.into), _local(here.saved), strict=True)
+    if not all(torch.equal(loaded, saved) for loaded, saved in pairs):
+        raise AssertionError(f"{name} did not load what it saved")
+
+
+def empty(folder: Path, name: str) -> None:
+    """Remove what the candidate wrote."""
+    shutil.rmtree(folder / name)
+    os.sync()
+
+
+def _small(seed: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+    return {"model": {f"leaf{n}": torch.rand(256, generator=random) for n in range(SMALL_TENSORS)}}
+
+
+def _local(state: Any) -> list[Any]:
+    if isinstance(state, dict):
+        return [tensor for each in state.values() for tensor in _local(each)]
+    return [state.to_local() if hasattr(state, "to_local") else state]
+
+
+def _told(
+    what: str, seconds: dict[str, list[float]], least: float, size_bytes: int | None
+) -> list[Measurement]:
+    """How many times as fast; and the speeds of both, or without a size their times."""
+    peer = min(DCP, key=lambda name: median(seconds[name]))
+    pairs = [theirs / ours for theirs, ours in zip(seconds[peer], seconds[OURS], strict=True)]
+    value = median(pairs)
+    return [
+        Measurement(
+            name=f"{what}, times as fast as DCP's own storage",
+            value=value,
+            unit="x",
+            target=f"\N{GREATER-THAN OR EQUAL TO} {least:g}",
+            met=value >= least,
+            spread=spread(pairs),
+        ),
+        *(
+            told(f"{what}, {name}", seconds[name], "s")
+            if size_bytes is None
+            else told(
+                f"{what}, {name}", [size_bytes / taken / 1e9 for taken in seconds[name]], "GB/s"
+            )
+            for name in (OURS, peer)
+        ),
+    ]

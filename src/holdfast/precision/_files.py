@@ -1,0 +1,154 @@
+"""Mixed-precision checkpoints in files: what stands where in the tree of one, by version.
+
+Knows paths, versions and the fields of a checkpoint; how a tree becomes a file is
+``_sealed_file``'s.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from holdfast import _checks
+from holdfast.contracts import Storage
+from holdfast.errors import CheckpointError, CorruptedError, LoadError, SaveError
+from holdfast.precision._checkpoint import MixedPrecisionCheckpoint
+from holdfast.precision._options import MixedPrecisionOptions
+from holdfast.precision._scaler import ScalerState
+from holdfast.precision._sealed_file import read_sealed, write_sealed
+from holdfast.precision._state import SCHEMA
+from holdfast.precision._validating import structure_problems
+from holdfast.storage import open_storage
+
+_KIND: Final = "holdfast.mixed_precision"
+"""The key of a file's metadata under which its version stands."""
+
+
+def save_checkpoint(checkpoint: MixedPrecisionCheckpoint, path: str | os.PathLike[str]) -> None:
+    """Write it as one safetensors file. Durable on return, and whole or not there at all; what was
+    there before is replaced at that instant.
+
+    ``path`` is a file's, or a URL of an object store that ``open_storage`` knows. Folders are
+    made, and get a hidden lock file, as every folder that is a storage. ``SaveError`` for what no
+    file can hold, also for tensors sharded over ranks: those are for ``DistributedCheckpoint``.
+    ``StorageError``. After any error what was there is intact.
+    """
+    _checks.instance("checkpoint", checkpoint, MixedPrecisionCheckpoint)
+    storage, key = _place(path)
+    with _located(path):
+        problems = structure_problems(checkpoint)
+        if problems:
+            raise SaveError(f"the checkpoint is not whole: {'; '.join(problems)}. Nothing is saved")
+        write_sealed(storage, key, _tree(checkpoint), kind=_KIND, version=checkpoint.version)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> MixedPrecisionCheckpoint:
+    """Read and verify all of a file. Nothing in it is unpickled or called, and no more memory is
+    taken than it is long.
+
+    ``CorruptedError`` for a file that is damaged or cut, ``LoadError`` for one of another kind,
+    ``IncompatibleVersionError`` for one of a newer version, ``ObjectNotFoundError`` and other
+    ``StorageError``; each has the ``path``.
+    """
+    storage, key = _place(path)
+    with _located(path):
+        if _is_folder(path):
+            raise LoadError(
+                "this is a folder; checkpoints in folders are loaded by DistributedCheckpoint.load"
+            )
+        version, tree = read_sealed(storage, key, kind=_KIND, newest=SCHEMA)
+        return _READERS[version](tree)
+
+
+class _Stored(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The tree of version 1. The version itself is in the file's metadata, to be known first."""
+
+    timestamp: datetime
+    options: MixedPrecisionOptions
+    scaler: ScalerState
+    step_count: int
+    skipped_steps: int
+    has_fallback: bool
+    metadata: dict[str, Any]
+    master_weights: dict[str, Any]
+    training_weights: dict[str, Any]
+    base_optimizer_state: dict[str, Any]
+
+
+def _tree(checkpoint: MixedPrecisionCheckpoint) -> dict[str, object]:
+    return {
+        "timestamp": checkpoint.timestamp,
+        "options": checkpoint.options.plain(),
+        "scaler": checkpoint.scaler.plain(),
+        "step_count": checkpoint.step_count,
+        "skipped_steps": checkpoint.skipped_steps,
+        "has_fallback": checkpoint.has_fallback,
+        "metadata": dict(checkpoint.metadata),
+        "master_weights": dict(checkpoint.master_weights),
+        "training_weights": dict(checkpoint.training_weights),
+        "base_optimizer_state": dict(checkpoint.base_optimizer_state),
+    }
+
+
+def _read_1(tree: object) -> MixedPrecisionCheckpoint:
+    misplaced = [*_misplaced(tree)]
+    if misplaced:
+        raise CorruptedError(f"there are tensors in it where none belong: {', '.join(misplaced)}")
+    try:
+        stored = msgspec.convert(tree, _Stored)
+    except ValueError as error:
+        raise CorruptedError(f"the values in it are not those of a checkpoint: {error}") from error
+    fields = {name: getattr(stored, name) for name in stored.__struct_fields__}
+    checkpoint = MixedPrecisionCheckpoint(version=1, **fields)
+    problems = structure_problems(checkpoint)
+    if problems:
+        raise CorruptedError(f"the checkpoint in it is not whole: {'; '.join(problems)}")
+    return checkpoint
+
+
+def _misplaced(tree: object) -> Iterator[str]:
+    """Where a tensor is that must not be there. msgspec, which looks at the rest, would take it for
+    something that has attributes or items."""
+    if isinstance(tree, torch.Tensor):
+        yield "all of it"
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        inner = value.values() if name in {"options", "scaler"} and isinstance(value, dict) else ()
+        if any(isinstance(each, torch.Tensor) for each in (value, *inner)):
+            yield str(name)
+
+
+# Every version that was ever written keeps its reader, which makes today's value of it.
+_READERS: Final[Mapping[int, Callable[[object], MixedPrecisionCheckpoint]]] = {1: _read_1}
+
+
+def _place(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The storage that a file is in, and its key there."""
+    given: object = path
+    if not isinstance(given, str | os.PathLike) or not os.fspath(path):
+        raise ValueError(f"path must be the path of a file, not {given!r}")
+    text = os.fsdecode(path)
+    if isinstance(path, str) and "://" in text:
+        folder, _, name = text.rpartition("/")
+        return open_storage(folder), name
+    file = Path(os.path.realpath(Path(text).expanduser()))
+    return open_storage(file.parent), file.name
+
+
+def _is_folder(path: str | os.PathLike[str]) -> bool:
+    text = os.fsdecode(path)
+    return "://" not in text and Path(text).expanduser().is_dir()
+
+
+@contextlib.contextmanager
+def _located(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the block say which file the caller named, not its key in a storage."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.path = os.fsdecode(path)
+        raise

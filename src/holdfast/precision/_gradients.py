@@ -1,0 +1,170 @@
+"""The gradients of a step and their norm, whose one reduction is the test for overflow too. Knows
+no optimizer.
+
+Norms are summed in FP32, which 16-bit gradients can overflow only if they are BF16 and of 1e19 and
+more: if the norm is not finite, each gradient is looked at, and if all of them are finite they are
+summed again in FP64. Gradients that ranks share out are summed over their meshes, so that all ranks
+come to the same norm and do the same.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.precision._blocks import Scratch, blocks_of, flat, is_dense, laid_as
+from holdfast.precision._masters import Pair, local_of
+from holdfast.precision._meshes import Sharing, any_of, sharing_of, sum_of
+
+_LARGEST: Final = float(torch.finfo(torch.float32).max)
+_LEAST: Final = 1e-6  # which torch's clip_grad_norm_ adds to a norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """A gradient as it was found: this rank's part, laid out in memory as the master is."""
+
+    pair: Pair
+    value: torch.Tensor
+
+    @property
+    def is_sparse(self) -> bool:
+        return bool(self.value.is_sparse)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether neither it nor the master is to be cast."""
+        no_cast = self.value.dtype is torch.float32
+        return no_cast and not self.pair.is_split and self.pair.remainder is None
+
+    @property
+    def needs_cast(self) -> bool:
+        """Whether it is dense and 16-bit."""
+        return not self.is_sparse and self.value.dtype in {torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The norm of all gradients as they are, and whose are not finite."""
+
+    norm: float
+    nonfinite: tuple[str, ...] = ()
+
+    @property
+    def is_overflow(self) -> bool:
+        return not math.isfinite(self.norm)
+
+
+def gradients_of(pairs: Iterable[Pair], *, unscaled: bool) -> list[Gradient]:
+    """Of the weights, or, if they have been unscaled, of the masters. Sparse ones are FP32 and
+    coalesced."""
+    found = []
+    for pair in pairs:
+        value = (pair.master if unscaled else pair.weight).grad
+        if value is None:
+            continue
+        if type(value) is torch.Tensor and value.is_contiguous() and pair.master.is_contiguous():
+            found.append(Gradient(pair=pair, value=value))  # as nearly all are
+            continue
+        if isinstance(value, DTensor) and value.placements != pair.weight.placements:
+            value = value.redistribute(placements=pair.weight.placements)
+        value = local_of(value)
+        if value.is_sparse:
+            # Of FP16, rows that are added up could overflow though their sum would not.
+            value = value.float().coalesce()
+        else:
+            master = local_of(pair.master)
+            value = laid_as(value, master) if is_dense(master) else value
+        found.append(Gradient(pair=pair, value=value))
+    return found
+
+
+def measured(
+    gradients: Sequence[Gradient],
+    pairs: Sequence[Pair],
+    scratch: Scratch,
+    target: Callable[[Gradient], torch.Tensor] | None = None,
+) -> Measured:
+    """The norm of gradients. ``pairs`` are all there are, on every rank the same.
+
+    ``target`` gives FP32 memory that a 16-bit gradient is cast into on the way.
+    """
+    sharings = dict.fromkeys(sharing_of(pair.weight) for pair in pairs)
+    norms: dict[Sharing | None, list[torch.Tensor]] = {key: [] for key in sharings}
+    norms.setdefault(None, []).extend(_cast_norms(gradients, scratch, target))
+    for each in gradients:
+        if not each.needs_cast:
+            values = each.value._values() if each.is_sparse else each.value  # noqa: SLF001
+            norms[sharing_of(each.pair.weight)].append(torch.linalg.vector_norm(values))
+    norm = _total(norms)
+    if math.isfinite(norm):
+        return Measured(norm=norm)
+    bad = {id(each.pair) for each in gradients if not _is_finite(each.value)}
+    flags = any_of([id(pair) in bad for pair in pairs], [key for key in norms if key is not None])
+    if any(flags):
+        named = tuple(pair.name for pair, flag in zip(pairs, flags, strict=True) if flag)
+        return Measured(norm=norm, nonfinite=named)
+    norms = {key: [] for key in norms}
+    for each in gradients:
+        values = each.value._values() if each.is_sparse else each.value  # noqa: SLF001
+        wide = torch.complex128 if values.is_complex() else torch.float64
+        again = torch.linalg.vector_norm(values, dtype=wide)
+        norms[sharing_of(each.pair.weight)].append(again)
+    return Measured(norm=_total(norms))
+
+
+def divisor_of(norm: float, scale: float, most: float | None) -> float:
+    """What gradients of this norm are to be divided by: the loss scale and the clipping, as one
+    factor."""
+    clipping = 1.0 if most is None else max(1.0, (norm / scale + _LEAST) / most)
+    return min(scale * clipping, _LARGEST)
+
+
+def _cast_norms(
+    gradients: Sequence[Gradient],
+    scratch: Scratch,
+    target: Callable[[Gradient], torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    norms = []
+    for device in dict.fromkeys(each.value.device for each in gradients):
+        cast = [each for each in gradients if each.needs_cast and each.value.device == device]
+        # One that is not dense has no order in memory to be cut in.
+        loose = [each for each in cast if not is_dense(each.value)]
+        for each in loose:
+            wide = each.value.float() if target is None else target(each).copy_(each.value)
+            norms.append(torch.linalg.vector_norm(wide))
+        cast = [each for each in cast if is_dense(each.value)]
+        sources = [flat(each.value) for each in cast]
+        targets = None if target is None else [flat(target(each)) for each in cast]
+        for spans in blocks_of([len(source) for source in sources]):
+            parts = (
+                scratch.take(spans, device)
+                if targets is None
+                else [targets[span.item][span.start : span.stop] for span in spans]
+            )
+            for span, part in zip(spans, parts, strict=True):
+                part.copy_(sources[span.item][span.start : span.stop])
+            if targets is None:
+                parts = [scratch.all(sum(span.size for span in spans), device)]
+            norms += [torch.linalg.vector_norm(part) for part in parts]
+    return norms
+
+
+def _total(norms: dict[Sharing | None, list[torch.Tensor]]) -> float:
+    total = 0.0
+    for sharing, held in norms.items():
+        square = torch.zeros((), dtype=torch.float64)
+        for device in dict.fromkeys(each.device for each in held):
+            here = torch.stack([each for each in held if each.device == device])
+            # FP64 from here on: the square of an FP32 norm may be no FP32 number.
+            square = square.to(device) + here.double().square().sum()
+        total += float(square if sharing is None else sum_of(square, sharing))
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    values = value._values() if value.is_sparse else value  # noqa: SLF001 -- it is coalesced
+    return bool(torch.isfinite(values).all())
