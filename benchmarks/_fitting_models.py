@@ -34,10 +34,14 @@ class Case:
     chained: bool = True
     random: bool = False
 
-    def value(self, model: Any, sample: tuple[Any, ...] | dict[str, Any]) -> Any:
-        """The loss of ``model`` on ``sample``."""
-        output = model(**sample) if isinstance(sample, dict) else model(*sample)
-        return output.loss if self.loss is None else self.loss(output)
+    def output(self, model: Any, sample: tuple[Any, ...] | dict[str, Any]) -> Any:
+        return model(**sample) if isinstance(sample, dict) else model(*sample)
+
+    def step(self, model: Any, sample: tuple[Any, ...] | dict[str, Any]) -> None:
+        """Forward and backward, with the output alive until the end, as in a training loop."""
+        output = self.output(model, sample)
+        loss = output.loss if self.loss is None else self.loss(output)
+        loss.backward()
 
 
 def llama(*, layers: int, width: int, heads: int, length: int) -> Any:

@@ -95,7 +95,7 @@ class Bench:
         return len(set(self.saved_bytes)) == 1
 
     def step(self) -> None:
-        self.case.value(self.model, self.sample).backward()
+        self.case.step(self.model, self.sample)
 
     def clear(self) -> None:
         self.model.zero_grad(set_to_none=False)
@@ -139,7 +139,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             for block, saved in zip(self.blocks, found, strict=True):
                 stack.enter_context(_noting(block, saved, own))
-            self.case.value(self.model, self.sample)
+            self.case.output(self.model, self.sample)
         return [sum(saved.values()) for saved in found]
 
 

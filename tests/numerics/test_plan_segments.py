@@ -148,6 +148,7 @@ def following(model, schedule):
         ),
         schedule=schedule,
         solved_bytes=2**20,
+        parameters=sum(each.numel() for each in model.parameters()),
     )
     decision.check()
     applied = AppliedPlan(decision)

@@ -281,6 +281,7 @@ def decision(schedule, of=None, *, solved=300 * KIB):
         chain=of,
         schedule=schedule,
         solved_bytes=solved,
+        parameters=4,
     )
 
 

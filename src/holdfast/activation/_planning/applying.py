@@ -26,6 +26,8 @@ from holdfast.activation._regions.region import Region
 
 _log = logging.getLogger("holdfast.activation")
 
+_MOST_FALLBACKS = 100  # their texts have numbers in them, which could go on for ever
+
 _UNFORESEEN = (
     "meets larger inputs than any forward before that began like this one: it keeps as little as "
     "can be, as do the stages after it, but this step may exceed the budget"
@@ -106,6 +108,9 @@ class AppliedPlan:
                 module = self._modules.popitem()[1]()
                 if module is not None:
                     remove(module, self)
+
+    def __repr__(self) -> str:
+        return f"<AppliedPlan on {len(self._modules)} stages, {len(self._fallbacks)} fallbacks>"
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +211,11 @@ class AppliedPlan:
         output = forward(*args, **kwargs)
         if acting.dropping is not None and not acting.dropping.drop(roots_of(output, call)):
             now.owed_bytes += action.saves_bytes
-            self._note(name, "keeps everything: its graph is not the one that was planned")
+            self._note(
+                name,
+                "keeps everything: its graph is not the one that was planned (another branch, "
+                "autocast, dtype or mask?)",
+            )
         return output
 
     def _linked(
@@ -255,6 +264,6 @@ class AppliedPlan:
 
     def _note(self, stage: str, reason: str) -> None:
         fallback = Fallback(stage=stage, reason=reason)
-        if fallback not in self._fallbacks:
+        if fallback not in self._fallbacks and len(self._fallbacks) < _MOST_FALLBACKS:
             self._fallbacks[fallback] = None
             _log.warning("stage %r %s", stage, reason)

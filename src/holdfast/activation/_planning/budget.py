@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-LEAST_BYTES: Final = 1 << 20
+LEAST_BYTES: Final = 1 << 14  # less was meant as something else: percents, or MiB
 _MOST_BYTES: Final = 1 << 50
 
 _UNITS: Final = {
@@ -62,7 +62,7 @@ def _share(share: float, told: str) -> float:
 
 def _bytes(count: float, told: str) -> int:
     if count < LEAST_BYTES:
-        raise ValueError(f"budget {told:.200} is less than 1 MiB. {_HINT}")
+        raise ValueError(f"budget {told:.200} is less than 16 KiB. {_HINT}")
     if count > _MOST_BYTES:
         raise ValueError(f"budget {told:.200} is more than 1024 TiB. {_HINT}")
     return int(count)

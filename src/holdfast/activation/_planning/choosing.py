@@ -144,6 +144,24 @@ def chain_of(profile: Profile) -> Chain:
     )
 
 
+def timeless(chain: Chain) -> Chain:
+    """``chain`` with times that nobody measured: the same solution is the smallest each time."""
+    return replace(
+        chain,
+        stages=tuple(
+            replace(
+                stage,
+                forward_s=1.0,
+                options=tuple(
+                    replace(option, extra_s=number / len(stage.options))
+                    for number, option in enumerate(stage.options)
+                ),
+            )
+            for stage in chain.stages
+        ),
+    )
+
+
 def without_recipes(chain: Chain) -> Chain:
     """``chain`` with recipes so dear that none is chosen where anything else fits."""
     return replace(

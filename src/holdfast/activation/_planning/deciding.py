@@ -80,6 +80,7 @@ class Decision:
     chain: Chain
     schedule: Schedule
     solved_bytes: int
+    parameters: int
     tier: Tier | None = None
     communicates: bool = False
 

@@ -20,6 +20,7 @@ from holdfast.activation._planning.stages import parameters_of, weights_of
 from holdfast.activation._reporting.page import page
 from holdfast.activation._reporting.report import PlanReport
 from holdfast.activation._reporting.text import text
+from holdfast.activation._reporting.words import in_bytes
 from holdfast.errors import PlanError
 
 VERSION = 1
@@ -46,6 +47,13 @@ class ActivationPlan:
     version: int
     decision: Decision
     summary: PlanReport
+
+    def __repr__(self) -> str:
+        told = self.summary
+        return (
+            f"<ActivationPlan for {told.model}: {len(told.rows)} stages, budget "
+            f"{in_bytes(told.budget_bytes)}, measured peak {in_bytes(told.measured_peak_bytes)}>"
+        )
 
     @property
     def budget_bytes(self) -> int:
@@ -135,6 +143,12 @@ class ActivationPlan:
                     "elsewhere. Make a plan for the model as it is"
                 )
             found[stage.name] = module
+        total = parameters_of(model)
+        if total != self.decision.parameters:
+            raise PlanError(
+                f"{here}: it has {total:,} parameters, and the plan's model had "
+                f"{self.decision.parameters:,}. Make a plan for the model as it is"
+            )
         refuse_taken(model)
         return found
 

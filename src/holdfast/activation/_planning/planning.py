@@ -82,6 +82,11 @@ def plan(
             raise ValueError(f"progress must be a function of a text, not {progress!r:.200}")
         chosen = _solver(solver)
         modules = stages_of(model, stages)
+        if not any(module.training for module in modules.values()):
+            raise PlanError(
+                "the layers to be planned are in eval mode, in which nothing is dropped: call "
+                "model.train() first. The model is as it was"
+            )
         moved_to = _tier(tier, folder, _device(model))
         taken = Sample.of(sample, loss)
 

@@ -111,7 +111,16 @@ def course_of(
         with standing_in(stages, call):
             sample.step(model)
 
-    return record_course(step, device, there)
+    course = record_course(step, device, there)
+    marks = {each.ends_at for each in course.stretches}
+    for name, number in numbers.items():
+        if ("forwarded", number) not in marks:
+            raise PlanError(
+                f"stage {name!r} did not run in every step on the sample. A model that leaves out "
+                "layers at random (LayerDrop) is planned with that switched off, and can be "
+                "trained with it then. The model is as it was"
+            )
+    return course
 
 
 def moving(

@@ -64,7 +64,7 @@ def _likeness(stage: StageProfile, graph: CallGraph, around: Sequence[Any]) -> A
 def _take_over(stage: StageProfile, other: StageProfile, roots: Sequence[Any]) -> bool:
     """Whether what was found of a stage that is alike fits this one; then it has the same."""
     recipes = other.recipes
-    if recipes is not None and not Dropping(stage.name, recipes.drops).drop(roots):
+    if recipes is not None and not Dropping(stage.name, recipes.drops).is_exact(roots):
         return False
     stage.recipes, stage.saved_bytes = recipes, other.saved_bytes
     return True

@@ -72,18 +72,20 @@ class Sample:
     def calling(self, between: Callable[[], None]) -> "Sample":
         return replace(self, between=between)
 
-    def forward(self, model: Any) -> Any:
-        """The loss."""
+    def forward(self, model: Any) -> tuple[Any, Any]:
+        """The loss, and the output that it is of."""
         self.give_back()
         # Loops enter autocast for each forward, and leave it before backward: with the casts that a
         # caller's autocast keeps from step to step, the steps here would take less than theirs.
         torch.clear_autocast_cache()
-        loss = self._loss(model(*self.args, **self.kwargs))
+        output = model(*self.args, **self.kwargs)
+        loss = self._loss(output)
         torch.clear_autocast_cache()
-        return loss
+        return loss, output
 
     def step(self, model: Any) -> None:
-        loss = self.forward(model)
+        """As in a training loop, the output is alive until backward is done."""
+        loss, _output = self.forward(model)
         self.between()
         loss.backward()
 
@@ -96,10 +98,10 @@ class Sample:
         loss = _own_loss(output) if self.loss is None else self.loss(output)
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
             told = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            example = "output[0]" if isinstance(output, tuple) else "cross_entropy(output, target)"
             raise PlanError(
                 f"the loss must be a tensor with one value, not {told}. Pass loss=, a function "
-                "that gives it for the model's output, as in loss=lambda output: "
-                "cross_entropy(output, target)"
+                f"that gives it for the model's output, as in loss=lambda output: {example}"
             )
         if not loss.requires_grad:
             raise PlanError(

@@ -168,6 +168,8 @@ def _collect(items: Any, found: list[Any]) -> None:
             _collect(item, found)
         elif isinstance(item, dict):
             _collect(item.values(), found)
+        elif (fields := getattr(type(item), "__dataclass_fields__", None)) is not None:
+            _collect([getattr(item, name, None) for name in fields], found)
 
 
 def key_of(sample: Shapes, shapes: Shapes) -> Key:

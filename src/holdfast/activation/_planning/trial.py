@@ -12,7 +12,7 @@ from holdfast.activation._measuring.stretches import Course
 from holdfast.activation._planning.agreeing import Ranks, reconcile
 from holdfast.activation._planning.applying import AppliedPlan
 from holdfast.activation._planning.budget import LEAST_BYTES
-from holdfast.activation._planning.choosing import chain_of, without_recipes
+from holdfast.activation._planning.choosing import chain_of, timeless, without_recipes
 from holdfast.activation._planning.deciding import Decision, PlannedStage, Tier
 from holdfast.activation._planning.profiling import course_of, profile
 from holdfast.activation._planning.sampling import Sample
@@ -27,7 +27,7 @@ from holdfast.errors import BudgetError
 _ROUNDS = 4
 _WORTH = 0.02  # of the budget: less room than this is not worth another try
 _NEAR = 0.05  # of a step: what is foreseen to be slower by more is not tried
-_ALIKE = 1.01  # times decide which of the smallest solutions it is: their peaks differ a little
+_ALIKE = 1.02  # what is measured again differs a little
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +170,7 @@ class Trial:
             chain=self.chain,
             schedule=solution.schedule,
             solved_bytes=solved_bytes,
+            parameters=parameters_of(self._model),
             tier=self._tier,
             communicates=any(stage.communicates for stage in self.seen.stages),
         )
@@ -179,7 +180,8 @@ class Trial:
 
     def floor(self) -> tuple[Solution, str]:
         """The solution with the lowest peak, and what sets that, in words."""
-        return self._ranks.decided(lambda: self._solver.smallest(self.chain, self._kept))
+        chain = timeless(self.chain)
+        return self._ranks.decided(lambda: self._solver.smallest(chain, self._kept))
 
     def _everything(self, limit: int) -> Found:
         solution = Solution(
@@ -198,12 +200,14 @@ class Trial:
         measured = max(self._ranks.gathered(course.peak_bytes))
         if measured <= limit:
             return Found(solution, solution.peak_bytes, course)
-        least = max(LEAST_BYTES, math.ceil(measured * _ALIKE))
+        everything = self.everything_bytes
+        least = max(LEAST_BYTES, min(everything, math.ceil(measured * _ALIKE)))
         raise BudgetError(
             f"no plan fits {in_bytes(limit)}: the smallest step of this model on this sample takes "
-            f"{in_bytes(least)}, set by {reason}. Keeping everything takes "
-            f"{in_bytes(self.everything_bytes)}. Give a larger budget or a smaller sample. The "
-            "model is as it was",
+            f"{in_bytes(least)}, set by {reason}. Keeping everything takes {in_bytes(everything)}, "
+            f"of which the smallest is {least / everything:.1%} and the budget "
+            f"{limit / everything:.1%}. Give a larger budget or a smaller sample. The model is as "
+            "it was",
             smallest_bytes=least,
         )
 

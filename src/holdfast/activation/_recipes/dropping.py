@@ -69,6 +69,12 @@ class Dropping:
                 found.handles[number].register_hooks(other, Handle.tensor)
         return True
 
+    def is_exact(self, roots: Sequence[Any]) -> bool:
+        """Whether this is a graph the drops fit, and each is made again with the same bits."""
+        if self._programs.following.find(roots) is None:
+            return False
+        return all(each.is_exact for each in self.tried(roots, 1))
+
     def tried(self, roots: Sequence[Any], repeats: int) -> list[Tried]:
         """Make every one again, though nothing was dropped."""
         programs = self._programs

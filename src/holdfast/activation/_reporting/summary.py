@@ -69,17 +69,17 @@ def closing(report: PlanReport) -> str:
     said = f"Planned in {in_seconds(report.planning_s)}{steps}."
     if report.rounding_bytes:
         said += (
-            " Bytes were rounded up to slots: a budget larger by "
-            f"{in_bytes(report.rounding_bytes)} admits all that this hid."
+            f" Memory is counted in steps: no plan for {in_bytes(report.rounding_bytes)} less is "
+            "foreseen to be faster."
         )
     return said
 
 
 def _cost(report: PlanReport) -> str:
     share = share_of_step(report, extra_s(report))
-    if more_by_share(share) == more_by_share(0):
+    if share <= 0 or more_by_share(share) == more_by_share(0):
         return "and takes no longer"
-    return f"and takes {more_by_share(abs(share))[1:]} {'longer' if share > 0 else 'less time'}"
+    return f"and takes {more_by_share(share)[1:]} longer"
 
 
 def _peak(report: PlanReport) -> Figure:
@@ -116,7 +116,7 @@ def _time(report: PlanReport) -> Figure:
 
 def _smallest(report: PlanReport) -> Figure:
     return Figure(
-        name="Smallest possible",
+        name="Smallest foreseen",
         shown=in_bytes(report.smallest_bytes),
         exact=exactly(report.smallest_bytes),
         about=f"set by {plain(report.what_sets_it)}",
