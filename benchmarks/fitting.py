@@ -60,11 +60,12 @@ class Found:
 
 
 def measure(effort: Effort = FULL, names: Sequence[str] = tuple(CASES)) -> list[Measurement]:
-    found = [_in_a_process(_run, name, effort) for name in names]
-    lines = _page(found)
-    print("\n".join(lines))
-    if effort == FULL and set(names) == set(CASES):
-        _write(lines, found)
+    found: list[Found] = []
+    for name in names:
+        found.append(_in_a_process(_run, name, effort))
+        if effort == FULL and set(names) == set(CASES):  # after each: it takes half an hour
+            _write(_page(found), found)
+    print("\n".join(_page(found)))
     return [each for case in found for each in _measurements(case, effort)]
 
 

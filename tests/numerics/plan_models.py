@@ -259,11 +259,14 @@ KINDS = {
 }
 
 
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
+def output_of(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, dict):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    output = output_of(model, batch)
     return getattr(output, "loss", output)
 
 
@@ -307,9 +310,15 @@ def trained(model: nn.Module, batch: Any, steps: int = 3) -> Told:
 
 
 def peak_of(model: nn.Module, batch: Any) -> int:
-    """The peak of a step whose gradients are allocated already."""
-    loss_of(model, batch).backward()
-    return measure_peak(lambda: loss_of(model, batch).backward()).peak_bytes
+    """The peak of a step whose gradients are allocated already, as in a loop: with the output
+    alive until the end."""
+
+    def step() -> None:
+        output = output_of(model, batch)
+        getattr(output, "loss", output).backward()
+
+    step()
+    return measure_peak(step).peak_bytes
 
 
 def calm() -> Iterator[None]:

@@ -32,6 +32,7 @@ class Arithmetic(NamedTuple):
     onednn: bool
     deterministic: bool
     flushes: bool
+    matmul: str | None
     precisions: tuple[str, ...]
 
 
@@ -54,14 +55,28 @@ def _device_types() -> tuple[str, ...]:
 
 def arithmetic() -> Arithmetic:
     """What operations are computed under now, in this thread."""
-    precision = torch._C._get_fp32_precision_getter  # noqa: SLF001 -- torch.backends.mkldnn.matmul.fp32_precision, faster
     return Arithmetic(
         torch.get_num_threads(),
         torch._C._get_mkldnn_enabled(),  # noqa: SLF001 -- torch.backends.mkldnn.enabled, 20 x faster
         torch.are_deterministic_algorithms_enabled(),
         _tiny * 0.5 == 0.0,
-        tuple([precision(library, what) for library, what in _PRECISE]),
+        _matmul(),
+        _precisions(),
     )
+
+
+def _matmul() -> str | None:
+    """The one setting for all libraries, or ``None`` where they were set one by one: it cannot be
+    asked for then."""
+    try:
+        return torch.get_float32_matmul_precision()  # type: ignore[no-any-return]
+    except RuntimeError:
+        return None
+
+
+def _precisions() -> tuple[str, ...]:
+    precision = torch._C._get_fp32_precision_getter  # noqa: SLF001 -- torch.backends.mkldnn.matmul.fp32_precision, faster
+    return tuple([precision(library, what) for library, what in _PRECISE])
 
 
 @contextlib.contextmanager
@@ -74,8 +89,12 @@ def as_computed(then: Arithmetic, now: Arithmetic) -> Iterator[None]:
         if now.onednn != then.onednn:
             stack.callback(torch._C._set_mkldnn_enabled, now.onednn)  # noqa: SLF001 -- as above
             torch._C._set_mkldnn_enabled(then.onednn)  # noqa: SLF001 -- as above
+        if None not in (now.matmul, then.matmul) and now.matmul != then.matmul:
+            # As it was set: once libraries are set one by one, a user cannot ask for it any more.
+            stack.callback(torch.set_float32_matmul_precision, now.matmul)
+            torch.set_float32_matmul_precision(then.matmul)
         for (library, what), was, is_now in zip(
-            _PRECISE, then.precisions, now.precisions, strict=True
+            _PRECISE, then.precisions, _precisions(), strict=True
         ):
             if is_now != was:
                 set_precision = torch._C._set_fp32_precision_setter  # noqa: SLF001 -- as above

@@ -25,7 +25,7 @@ def create_checkpoint(
     """Everything that ``optimizer`` is, copied: later steps do not alter it.
 
     The copies are in this process's memory, and a sharded master's is this rank's part of it.
-    Without ``training_weights`` a third of the model's bytes are saved, as they can be derived.
+    Without ``training_weights`` these are left out: they are cast from the masters when restored.
     ``metadata`` is plain values by name, kept as they are. Gradients are not in it: call it after
     ``step``. ``SaveError`` for metadata that no file could hold.
     """

@@ -49,7 +49,7 @@ def report_of(
         curve=tuple(
             CurvePoint(budget_bytes=each.budget_bytes, extra_s=each.extra_s) for each in curve
         ),
-        smallest_bytes=min(smallest.peak_bytes, course.peak_bytes),
+        smallest_bytes=min(smallest.peak_bytes, limit),
         what_sets_it=what_sets_it,
         rows=tuple(_rows(stages, chain, solution)),
         notes=tuple(notes),
