@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
@@ -200,9 +200,9 @@ def weights(net):
 
 
 def peak(net, given):
-    """The lowest of some: FSDP's buffers live until a collective ends, sooner or later."""
+    """The lowest of some: buffers live until a collective ends, sooner or later."""
     peaks = []
-    for _ in range(4 if isinstance(net, FSDPModule) else 1):
+    for _ in range(4):
         allocate(net)
         peaks.append(measure_peak(_step, net, given).peak_bytes)
     return min(peaks)

@@ -163,7 +163,7 @@ def test_a_weight_with_gaps_has_a_master_without():
     [[], [0], [1], [300, 200, 70], [640], [1400, 1, 1], [3, 1600, 4], [600, 640], [639, 99]],
 )
 def test_blocks_hold_every_element_once_and_cut_between_lanes(sizes):
-    blocks = blocks_of(sizes, 640)
+    blocks = blocks_of(tuple(sizes), 640)
     spans = [span for block in blocks for span in block]
     assert all(0 < sum(span.size for span in block) <= 640 for block in blocks)
     assert all(span.start % LANES == 0 for span in spans)

@@ -550,7 +550,7 @@ def test_a_forward_that_fails_halfway_leaves_nothing_behind(tight, shape):
 
     with tight.applied(model) as following:
         peaks_of(model, batch, 2)
-        assert choices(following)[2:4] == ["segment", "segment"]
+        assert "keep" not in choices(following)[2:4]
         hook = model.tokens.register_forward_hook(note)
         expected = peaks_of(model, batch, 1)
         gc.disable()

@@ -12,9 +12,9 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
-from holdfast.precision._blocks import Scratch, Span, blocks_of, flat
+from holdfast.precision._blocks import Scratch, Span, Tensors, blocks_of, cut, flat
 from holdfast.precision._gradients import Gradient, Measured, measured
-from holdfast.precision._kernels import Held, Kind, Parts
+from holdfast.precision._kernels import Held, Kernel, Kind
 from holdfast.precision._masters import Pair, local_of
 from holdfast.precision._remainder import join_into, split_into
 
@@ -23,13 +23,15 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """Parts of parameters that are stepped together. ``weights`` are to be cast into."""
+    """Parts of parameters that are stepped together. ``cast``: which masters go into which
+    ``weights``; with remainders all of them do, in parts."""
 
     spans: tuple[Span, ...]
-    masters: list[torch.Tensor]
+    masters: Tensors
     held: list[Held]
-    weights: list[torch.Tensor | None]
-    remainders: list[torch.Tensor | None]
+    cast: Tensors
+    weights: Tensors
+    remainders: Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,61 +75,45 @@ class BlockedStep:
         for each in gradients:
             group = each.pair.place[0]
             is_first = self._kind.is_first(self._inner, self._inner.param_groups[group], each.pair)
+            left = each.pair.remainder is not None
             # Nothing of an FP32 weight is cast, so there is no reason to cut it.
-            parted.setdefault((group, each.value.device, is_first, each.is_whole), []).append(each)
+            key = (group, each.value.device, is_first, left, each.is_whole)
+            parted.setdefault(key, []).append(each)
         for key, own in parted.items():
-            group, device, _, is_whole = key
+            group, device, *_, is_whole = key
             layout = self._layout(key, own, whole=is_whole)
             scale = None if divisor == 1 else torch.tensor(divisor, device=device)
-            self._run(self._inner.param_groups[group], layout, own, scale)
+            self._run(self._kind.kernel(self._inner.param_groups[group], scale), layout, own)
         # A scheduler that was made for the optimizer inside looks whether that has stepped.
         self._inner._opt_called = True  # noqa: SLF001
 
-    def _run(
-        self,
-        group: dict[str, Any],
-        layout: _Layout,
-        gradients: Sequence[Gradient],
-        divisor: torch.Tensor | None,
-    ) -> None:
+    def _run(self, kernel: Kernel, layout: _Layout, gradients: Sequence[Gradient]) -> None:
         if layout.steps:
             torch._foreach_add_(layout.steps, 1)
         values = [flat(each.value) for each in gradients]
-        for block in layout.blocks:
-            masters = self._taken_masters(block)
-            parts = Parts(
-                masters=masters,
-                gradients=self._taken_gradients(block, values),
-                held=block.held,
-                divisor=divisor,
-            )
-            self._kind.run(group, parts)
-            for master, weight, remainder in zip(
-                masters, block.weights, block.remainders, strict=True
-            ):
-                if remainder is not None and weight is not None:
-                    split_into(master, weight, remainder)
-                elif weight is not None:
-                    weight.copy_(master)
+        spans = [block.spans for block in layout.blocks]
+        for block, own in zip(layout.blocks, cut(values, spans), strict=True):
+            masters = self._masters_of(block)
+            kernel(masters, self._cast(block.spans, own), block.held)
+            if block.remainders:
+                for each in zip(masters, block.weights, block.remainders, strict=True):
+                    split_into(*each)
+            elif block.cast:  # torch refuses to copy nothing
+                torch._foreach_copy_(block.weights, block.cast)
         for pair in layout.loose:
             pair.weight.copy_(pair.master)
 
-    def _taken_gradients(self, block: _Block, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _cast(self, spans: Sequence[Span], gradients: Tensors) -> Tensors:
         """FP32 parts of gradients: their own memory, or that of the scratch."""
-        found = [
-            values[span.item]
-            if span.size == len(values[span.item])
-            else values[span.item][span.start : span.stop]
-            for span in block.spans
-        ]
-        if all(each.dtype is torch.float32 for each in found):
-            return found
-        room = self._gradients.take(block.spans, found[0].device)
-        return [part.copy_(each) for part, each in zip(room, found, strict=True)]
+        if all(each.dtype is torch.float32 for each in gradients):
+            return gradients
+        room = self._gradients.take(spans, gradients[0].device)
+        torch._foreach_copy_(room, gradients)
+        return room
 
-    def _taken_masters(self, block: _Block) -> list[torch.Tensor]:
-        """Parts of masters: their own memory, or that of the scratch."""
-        if all(remainder is None for remainder in block.remainders):
+    def _masters_of(self, block: _Block) -> Tensors:
+        """FP32 parts of masters: their own memory, or that of the scratch."""
+        if not block.remainders:
             return block.masters
         found = self._masters.take(block.spans, block.masters[0].device)
         for part, upper, remainder in zip(found, block.masters, block.remainders, strict=True):
@@ -155,31 +141,41 @@ class BlockedStep:
 
 def _laid_out(pairs: Sequence[Pair], held: Sequence[Held], *, whole: bool) -> _Layout:
     masters = [flat(local_of(pair.master.detach())) for pair in pairs]
+    sizes = tuple(master.numel() for master in masters)
+    blocks = blocks_of(sizes, max(1, sum(sizes))) if whole else blocks_of(sizes)
     weights = [_weight(pair) for pair in pairs]
-    remainders = [None if pair.remainder is None else flat(pair.remainder) for pair in pairs]
-    buffers = [[flat(buffer) for buffer in each.buffers] for each in held]
-    sizes = [len(master) for master in masters]
-    cuts = blocks_of(sizes, max(1, sum(sizes))) if whole else blocks_of(sizes)
-    blocks = [
-        _Block(
-            spans=spans,
-            masters=[masters[span.item][span.start : span.stop] for span in spans],
-            held=[
-                Held(
-                    buffers=tuple(each[span.start : span.stop] for each in buffers[span.item]),
-                    step=held[span.item].step,
-                    is_first=held[span.item].is_first,
-                )
-                for span in spans
-            ],
-            weights=[_part(weights[span.item], span) for span in spans],
-            remainders=[_part(remainders[span.item], span) for span in spans],
-        )
-        for spans in cuts
-    ]
-    loose = [p for p, weight in zip(pairs, weights, strict=True) if p.is_split and weight is None]
-    steps = [each.step for each in held if each.step is not None]
-    return _Layout(blocks=blocks, steps=steps, loose=loose)
+    return _Layout(
+        blocks=[_block(spans, pairs, masters, held, weights) for spans in blocks],
+        steps=[each.step for each in held if each.step is not None],
+        loose=[
+            p for p, weight in zip(pairs, weights, strict=True) if p.is_split and weight is None
+        ],
+    )
+
+
+def _block(
+    spans: tuple[Span, ...],
+    pairs: Sequence[Pair],
+    masters: Sequence[torch.Tensor],
+    held: Sequence[Held],
+    weights: Sequence[torch.Tensor | None],
+) -> _Block:
+    own = [_part(masters[span.item], span) for span in spans]
+    into = [None if (w := weights[span.item]) is None else _part(w, span) for span in spans]
+    left = [pairs[span.item].remainder for span in spans]
+    return _Block(
+        spans=spans,
+        masters=own,
+        held=[_held(held[span.item], span) for span in spans],
+        cast=[part for part, weight in zip(own, into, strict=True) if weight is not None],
+        weights=[weight for weight in into if weight is not None],
+        remainders=[_part(flat(e), s) for e, s in zip(left, spans, strict=True) if e is not None],
+    )
+
+
+def _held(held: Held, span: Span) -> Held:
+    parts = tuple(_part(flat(each), span) for each in held.buffers)
+    return Held(buffers=parts, step=held.step, is_first=held.is_first)
 
 
 def _weight(pair: Pair) -> torch.Tensor | None:
@@ -190,5 +186,5 @@ def _weight(pair: Pair) -> torch.Tensor | None:
     return flat(weight) if weight.stride() == pair.master.stride() else None
 
 
-def _part(tensor: torch.Tensor | None, span: Span) -> torch.Tensor | None:
-    return None if tensor is None else tensor[span.start : span.stop]
+def _part(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    return tensor[span.start : span.stop]

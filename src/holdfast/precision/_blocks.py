@@ -4,17 +4,21 @@ A block is cast to FP32 into one scratch that is used again for the next, and ev
 be done with it is done while it is there: no FP32 copy of all gradients ever exists.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 
-BLOCK: Final = 1 << 20
-"""Elements of a block."""
+BLOCK: Final = 1 << 17
+"""Elements of a block: what Adam touches of it is 2 MiB, which the second cache of a core holds."""
 
 LANES: Final = 64
 """Elements that any kernel takes at once, or a multiple of them."""
+
+
+Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,8 @@ class Span:
         return self.stop - self.start
 
 
-def blocks_of(sizes: Sequence[int], limit: int = BLOCK) -> list[tuple[Span, ...]]:
+@functools.lru_cache(maxsize=64)  # the sizes are the same in every step
+def blocks_of(sizes: tuple[int, ...], limit: int = BLOCK) -> list[tuple[Span, ...]]:
     """All elements of tensors of these sizes, in order, as blocks of at most ``limit``: large
     tensors are cut, small ones are put together.
 
@@ -52,6 +57,22 @@ def blocks_of(sizes: Sequence[int], limit: int = BLOCK) -> list[tuple[Span, ...]
             start += taken
             room -= taken
     return [*blocks, tuple(held)] if held else blocks
+
+
+def cut(tensors: Sequence[torch.Tensor], blocks: Sequence[Sequence[Span]]) -> list[Tensors]:
+    """The parts of flat tensors that are in each block."""
+    sizes: list[list[int]] = [[] for _ in tensors]
+    for spans in blocks:
+        for span in spans:
+            sizes[span.item].append(span.size)
+    parts: list[torch.Tensor] = []
+    for tensor, own in zip(tensors, sizes, strict=True):
+        if len(own) == 1:
+            parts.append(tensor)
+        elif own:
+            parts += torch.split_with_sizes(tensor, own)
+    following = iter(parts)
+    return [[next(following) for _ in spans] for spans in blocks]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -89,14 +110,15 @@ class Scratch:
     def __init__(self) -> None:
         self._held: dict[torch.device, torch.Tensor] = {}
 
-    def take(self, spans: Sequence[Span], device: torch.device) -> list[torch.Tensor]:
+    def take(self, spans: Sequence[Span], device: torch.device) -> Tensors:
         """Memory for each span, one after the other."""
         sizes = [span.size for span in spans]
-        return list(self.all(sum(sizes), device).split(sizes))
+        held = self.all(sum(sizes), device)
+        return [held] if len(sizes) == 1 else list(torch.split_with_sizes(held, sizes))
 
     def all(self, size: int, device: torch.device) -> torch.Tensor:
         """Memory for so many elements; what ``take`` gave for as many, in one."""
         held = self._held.get(device)
-        if held is None or len(held) < size:
+        if held is None or held.numel() < size:
             held = self._held[device] = torch.empty(size, device=device)
-        return held if len(held) == size else held[:size]
+        return held if held.numel() == size else held[:size]

@@ -8,18 +8,19 @@ come to the same norm and do the same.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.precision._blocks import Scratch, blocks_of, flat, is_dense, laid_as
+from holdfast.precision._blocks import Scratch, blocks_of, cut, flat, is_dense, laid_as
 from holdfast.precision._masters import Pair, local_of
 from holdfast.precision._meshes import Sharing, any_of, sharing_of, sum_of
 
 _LARGEST: Final = float(torch.finfo(torch.float32).max)
+_ROW: Final = 4096
 _LEAST: Final = 1e-6  # which torch's clip_grad_norm_ adds to a norm
 
 
@@ -86,15 +87,11 @@ def measured(
     gradients: Sequence[Gradient],
     pairs: Sequence[Pair],
     scratch: Scratch,
-    target: Callable[[Gradient], torch.Tensor] | None = None,
 ) -> Measured:
-    """The norm of gradients. ``pairs`` are all there are, on every rank the same.
-
-    ``target`` gives FP32 memory that a 16-bit gradient is cast into on the way.
-    """
+    """The norm of gradients. ``pairs`` are all there are, on every rank the same."""
     sharings = dict.fromkeys(sharing_of(pair.weight) for pair in pairs)
     norms: dict[Sharing | None, list[torch.Tensor]] = {key: [] for key in sharings}
-    norms.setdefault(None, []).extend(_cast_norms(gradients, scratch, target))
+    norms.setdefault(None, []).extend(_cast_norms(gradients, scratch))
     for each in gradients:
         if not each.needs_cast:
             values = each.value._values() if each.is_sparse else each.value  # noqa: SLF001
@@ -123,34 +120,28 @@ def divisor_of(norm: float, scale: float, most: float | None) -> float:
     return min(scale * clipping, _LARGEST)
 
 
-def _cast_norms(
-    gradients: Sequence[Gradient],
-    scratch: Scratch,
-    target: Callable[[Gradient], torch.Tensor] | None,
-) -> list[torch.Tensor]:
+def _cast_norms(gradients: Sequence[Gradient], scratch: Scratch) -> list[torch.Tensor]:
     norms = []
     for device in dict.fromkeys(each.value.device for each in gradients):
-        cast = [each for each in gradients if each.needs_cast and each.value.device == device]
+        cast = [each.value for each in gradients if each.needs_cast and each.value.device == device]
         # One that is not dense has no order in memory to be cut in.
-        loose = [each for each in cast if not is_dense(each.value)]
-        for each in loose:
-            wide = each.value.float() if target is None else target(each).copy_(each.value)
-            norms.append(torch.linalg.vector_norm(wide))
-        cast = [each for each in cast if is_dense(each.value)]
-        sources = [flat(each.value) for each in cast]
-        targets = None if target is None else [flat(target(each)) for each in cast]
-        for spans in blocks_of([len(source) for source in sources]):
-            parts = (
-                scratch.take(spans, device)
-                if targets is None
-                else [targets[span.item][span.start : span.stop] for span in spans]
-            )
-            for span, part in zip(spans, parts, strict=True):
-                part.copy_(sources[span.item][span.start : span.stop])
-            if targets is None:
-                parts = [scratch.all(sum(span.size for span in spans), device)]
-            norms += [torch.linalg.vector_norm(part) for part in parts]
+        norms += [torch.linalg.vector_norm(each.float()) for each in cast if not is_dense(each)]
+        sources = [flat(each) for each in cast if is_dense(each)]
+        blocks = blocks_of(tuple(source.numel() for source in sources))
+        for spans, parts in zip(blocks, cut(sources, blocks), strict=True):
+            torch._foreach_copy_(scratch.take(spans, device), parts)
+            norms += _norms(scratch.all(sum(span.size for span in spans), device))
     return norms
+
+
+def _norms(values: torch.Tensor) -> list[torch.Tensor]:
+    """The norms of rows of values, as one row is reduced by one thread alone."""
+    size = values.numel()
+    whole = size - size % _ROW
+    if not whole:
+        return [torch.linalg.vector_norm(values)]
+    found = [torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1)]
+    return found if whole == size else [*found, torch.linalg.vector_norm(values[whole:])]
 
 
 def _total(norms: dict[Sharing | None, list[torch.Tensor]]) -> float:
@@ -158,7 +149,7 @@ def _total(norms: dict[Sharing | None, list[torch.Tensor]]) -> float:
     for sharing, held in norms.items():
         square = torch.zeros((), dtype=torch.float64)
         for device in dict.fromkeys(each.device for each in held):
-            here = torch.stack([each for each in held if each.device == device])
+            here = torch.cat([each.view(-1) for each in held if each.device == device])
             # FP64 from here on: the square of an FP32 norm may be no FP32 number.
             square = square.to(device) + here.double().square().sum()
         total += float(square if sharing is None else sum_of(square, sharing))

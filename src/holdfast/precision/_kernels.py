@@ -25,26 +25,20 @@ class Held:
     is_first: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a kernel is called with, each a list of as many parts. ``divisor``: of the gradients,
-    which are divided in place."""
-
-    masters: Sequence[torch.Tensor]
-    gradients: Sequence[torch.Tensor]
-    held: Sequence[Held]
-    divisor: torch.Tensor | None
+Kernel = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Held]], None]
+"""Steps parts of masters by parts of gradients, which it may divide in place."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """A kind of optimizer that has a kernel. ``hold`` finds the state of a pair, or makes it if
-    this ``is_first`` step; ``run`` steps parts that have all had a step before, or none."""
+    this ``is_first`` step; ``kernel`` steps parts that have all had a step before, or none, by
+    gradients that are to be divided by a divisor."""
 
     is_first: Callable[[Optimizer, dict[str, Any], Pair], bool]
     hold: Callable[[Optimizer, dict[str, Any], Pair], Held]
-    run: Callable[[dict[str, Any], Parts], None]
+    kernel: Callable[[dict[str, Any], torch.Tensor | None], Kernel]
 
 
 def kind_of(inner: Optimizer) -> Kind | None:
@@ -91,26 +85,29 @@ def _is_never_first(_inner: Optimizer, _group: dict[str, Any], _pair: Pair) -> b
     return False
 
 
-def _run_adam(group: dict[str, Any], parts: Parts) -> None:
+def _adam(group: dict[str, Any], divisor: torch.Tensor | None) -> Kernel:
     beta1, beta2 = (float(beta) for beta in group["betas"])
+    settings = {
+        "lr": group["lr"],
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "amsgrad": group["amsgrad"],
+        "maximize": group["maximize"],
+        "grad_scale": divisor,
+    }
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    averages, squares, *largest = zip(*(each.buffers for each in parts.held), strict=True)
-    kernel(
-        parts.masters,
-        parts.gradients,
-        averages,
-        squares,
-        largest[0] if largest else [],
-        [each.step for each in parts.held],
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=group["amsgrad"],
-        maximize=group["maximize"],
-        grad_scale=parts.divisor,
-    )
+
+    def step(
+        masters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], held: Sequence[Held]
+    ) -> None:
+        averages, squares, *largest = zip(*[each.buffers for each in held], strict=True)
+        steps = [each.step for each in held]
+        most = largest[0] if largest else []
+        kernel(masters, gradients, averages, squares, most, steps, **settings)
+
+    return step
 
 
 def _is_first_of_sgd(inner: Optimizer, group: dict[str, Any], pair: Pair) -> bool:
@@ -130,20 +127,25 @@ def _hold_sgd(inner: Optimizer, group: dict[str, Any], pair: Pair) -> Held:
     return Held(buffers=_laid_out(state, ("momentum_buffer",), pair), is_first=is_first)
 
 
-def _run_sgd(group: dict[str, Any], parts: Parts) -> None:
-    torch._fused_sgd_(
-        parts.masters,
-        parts.gradients,
-        [buffer for each in parts.held for buffer in each.buffers],
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        is_first_step=parts.held[0].is_first,
-        grad_scale=parts.divisor,
-    )
+def _sgd(group: dict[str, Any], divisor: torch.Tensor | None) -> Kernel:
+    settings = {
+        "weight_decay": group["weight_decay"],
+        "momentum": group["momentum"],
+        "lr": group["lr"],
+        "dampening": group["dampening"],
+        "nesterov": group["nesterov"],
+        "maximize": group["maximize"],
+        "grad_scale": divisor,
+    }
+
+    def step(
+        masters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], held: Sequence[Held]
+    ) -> None:
+        averages = [buffer for each in held for buffer in each.buffers]
+        is_first = held[0].is_first
+        torch._fused_sgd_(masters, gradients, averages, is_first_step=is_first, **settings)
+
+    return step
 
 
 def _laid_out(state: dict[str, Any], names: Sequence[str], pair: Pair) -> tuple[torch.Tensor, ...]:
@@ -155,9 +157,9 @@ def _laid_out(state: dict[str, Any], names: Sequence[str], pair: Pair) -> tuple[
     return tuple(local_of(state[name]) for name in names)
 
 
-_ADAM: Final = Kind(is_first=_is_never_first, hold=_hold_adam, run=_run_adam)
+_ADAM: Final = Kind(is_first=_is_never_first, hold=_hold_adam, kernel=_adam)
 _KINDS: Final[dict[type, Kind]] = {
     Adam: _ADAM,
     AdamW: _ADAM,
-    SGD: Kind(is_first=_is_first_of_sgd, hold=_hold_sgd, run=_run_sgd),
+    SGD: Kind(is_first=_is_first_of_sgd, hold=_hold_sgd, kernel=_sgd),
 }

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch.optim import Optimizer
 
-from holdfast.precision._blocks import Scratch
+from holdfast.precision._blocks import Scratch, blocks_of, cut, flat, is_dense
 from holdfast.precision._gradients import Gradient, Measured, measured
 from holdfast.precision._masters import Pair, local_of
 
@@ -25,17 +25,17 @@ class PlainStep:
         self._held: dict[torch.Tensor, torch.Tensor] = {}
 
     def measure(self, gradients: Sequence[Gradient], pairs: Sequence[Pair]) -> Measured:
-        """Also casts the gradients, on the way."""
-        return measured(gradients, pairs, self._scratch, self._target)
+        return measured(gradients, pairs, self._scratch)
 
     def apply(self, gradients: Sequence[Gradient], divisor: float) -> None:
         """Step by what was measured, divided by ``divisor``. Gradients that are FP32 already are
         divided in place."""
+        factor = 1 / divisor
+        self._cast([each for each in gradients if each.needs_cast], factor)
         values = [self._target(each) if each.needs_cast else each.value for each in gradients]
-        if divisor != 1:
-            dense = [value for value in values if not value.is_sparse]
-            sparse = [value._values() for value in values if value.is_sparse]  # noqa: SLF001
-            torch._foreach_mul_([*dense, *sparse], 1 / divisor)
+        if factor != 1:
+            own = [each.value for each in gradients if not each.needs_cast]
+            _multiply([each._values() if each.is_sparse else each for each in own], factor)  # noqa: SLF001
         for each, value in zip(gradients, values, strict=True):
             if each.pair.is_split:
                 each.pair.master.grad = value
@@ -52,8 +52,27 @@ class PlainStep:
                 [pair.weight.detach() for pair in split], [pair.master.detach() for pair in split]
             )
 
+    def _cast(self, gradients: Sequence[Gradient], factor: float) -> None:
+        """Cast 16-bit gradients and multiply them, each block while it is in the cache."""
+        for each in gradients:
+            if not is_dense(each.value):
+                self._target(each).copy_(each.value).mul_(factor)
+        dense = [each for each in gradients if is_dense(each.value)]
+        sources = [flat(each.value) for each in dense]
+        blocks = blocks_of(tuple(source.numel() for source in sources))
+        targets = [flat(self._target(each)) for each in dense]
+        for into, parts in zip(cut(targets, blocks), cut(sources, blocks), strict=True):
+            torch._foreach_copy_(into, parts)
+            if factor != 1:
+                torch._foreach_mul_(into, factor)
+
     def _target(self, gradient: Gradient) -> torch.Tensor:
         master = gradient.pair.master
         if master not in self._held:
             self._held[master] = torch.empty_like(master, dtype=torch.float32).detach()
         return self._held[master]
+
+
+def _multiply(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    if tensors:  # torch refuses to multiply nothing
+        torch._foreach_mul_(tensors, factor)

@@ -96,7 +96,7 @@ class AppliedPlan:
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """Where the plan was not followed, each case once."""
+        """Where the plan was not followed, each case once; the first hundred."""
         self._finish(self._now)
         return tuple(self._fallbacks)
 
