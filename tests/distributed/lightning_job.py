@@ -1,27 +1,36 @@
-"""A training by Lightning in a process of its own, started by test_lightning_trainer.py:
-``lightning_job.py FOLDER`` kills itself when its second save has begun to write."""
+"""One worker of a torchrun job, started by test_lightning_trainer.py: ``lightning_job.py FOLDER``
+trains with DDP undisturbed, until a crash, and on from what it had saved."""
 
-import os
-import signal
 import sys
 from pathlib import Path
 
-from lightning_training import HoldfastCheckpointIO, fit, keeping, new_net, new_trainer
-
-from holdfast.distributed import SaveOptions
+import torch
+from lightning_training import (
+    ModelCheckpoint,
+    StopAt,
+    Stopped,
+    assert_same,
+    fit,
+    new_net,
+    new_trainer,
+)
 
 
 def main():
+    torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-
-    def in_the_second(progress):
-        first = folder / "kept" / "epoch=0.ckpt" / "metadata.json"
-        if progress.phase == "write" and first.exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    plugin = HoldfastCheckpointIO(options=SaveOptions(progress=in_the_second))
-    saving = keeping(folder, save_top_k=1)
-    fit(new_trainer(folder, plugin=plugin, callbacks=saving), new_net())
+    ranks = {"strategy": "ddp", "devices": 2}
+    wanted = fit(new_trainer(folder / "whole", **ranks), new_net(dropout=0.0))
+    saving = ModelCheckpoint(folder / "kept", filename="{epoch}")
+    crashing = new_trainer(folder, callbacks=[saving, StopAt(7)], **ranks)
+    try:
+        fit(crashing, new_net(dropout=0.0))
+    except Stopped:
+        path = folder / "kept" / "epoch=1.ckpt"
+    again = new_trainer(folder, **ranks)
+    net = fit(again, new_net(9, dropout=0.0), ckpt_path=path)
+    assert_same(net, wanted, of_last=6)
+    (folder / f"rank_{again.global_rank}").touch()
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ ROWS, BATCH, EPOCHS = 24, 4, 4
 
 
 class Net(pl.LightningModule):
-    def __init__(self, width=16, rate=0.01, names=("a", "b")):
+    def __init__(self, width=16, rate=0.01, dropout=0.25, names=("a", "b")):
         super().__init__()
         self.save_hyperparameters()
         self.body = nn.Sequential(
-            nn.Linear(8, width), nn.Dropout(0.25), nn.Tanh(), nn.Linear(width, 1)
+            nn.Linear(8, width), nn.Dropout(dropout), nn.Tanh(), nn.Linear(width, 1)
         )
         self.losses = []
 

@@ -10,8 +10,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.distributed import CheckpointOptions, DistributedCheckpoint, LoadOptions, SaveOptions
 from holdfast.errors import FallbackRequiresRewrapError
-from holdfast.precision import MixedPrecisionOptimizer, MixedPrecisionOptions
+from holdfast.precision import (
+    MixedPrecisionOptimizer,
+    MixedPrecisionOptions,
+    create_checkpoint,
+    load_and_restore,
+    save_checkpoint,
+)
 
 
 class Net(nn.Module):
@@ -71,23 +78,33 @@ def spoil(optimizer, ranks):
             local.view(-1)[0] = math.inf
 
 
-def wrapped_after(rank, words, *, fused=True):
-    """The model as BF16 and then wrapped: gradients are averaged, ranks stay together."""
+def wrapped_after(rank, words, *, fused=True, unscale=False):
+    """The model as BF16 and then wrapped: gradients are averaged, ranks stay together, and go on
+    from the masters of rank 0, not from its weights."""
     net = made(rank)  # DDP gives all of them the weights of rank 0
     options = MixedPrecisionOptions.for_bf16(**words)
     optimizer = MixedPrecisionOptimizer(adamw(net, fused=fused), options, model=net)
+    first = {name: each.detach().clone() for name, each in optimizer.master_weights.items()}
     ddp = DistributedDataParallel(net)
-    # The masters of the other ranks are of the weights they had before.
-    optimizer.load_state_dict(optimizer.state_dict(), masters_from="model")
     equal = []
     for step in range(4):
         backward(ddp, optimizer, step)
         equal.append(everyones([weight.grad for weight in net.parameters()]))
-        assert optimizer.step()
+        if unscale:
+            optimizer.unscale_()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        result = optimizer.step()
+        assert result
+        assert not unscale or result.grad_norm < 0.11
+    moved = max(
+        float((each.detach() - first[name]).abs().max())
+        for name, each in optimizer.master_weights.items()
+    )
     return {
         "gradients": equal,
         "weights": everyones(net.parameters()),
         "masters": everyones(optimizer.master_weights.values()),
+        "moved": moved,
         "dtypes": {str(weight.dtype) for weight in net.parameters()},
         "gradient dtypes": {str(weight.grad.dtype) for weight in net.parameters()},
     }
@@ -179,6 +196,25 @@ def falls_back(rank, with_rewrap):
     }
 
 
+def rewrap_fails(rank):
+    """Then the model is FP32 and says so: no half of a fallback."""
+    net = made()
+
+    def rewrap(model):
+        raise RuntimeError("not today")
+
+    options = MixedPrecisionOptions.for_fp16(max_consecutive_overflows=1)
+    optimizer = MixedPrecisionOptimizer(adamw(net), options, model=net, rewrap=rewrap)
+    ddp = DistributedDataParallel(net)
+    optimizer.scale_loss(ddp(batch(0)).sum() * math.inf).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        problem = str(error)
+    dtypes = {str(weight.dtype) for weight in net.parameters()}
+    return problem, optimizer.has_fallback, optimizer.scaler.scale, dtypes
+
+
 def sharded(net, dtype=torch.bfloat16, **words):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -245,10 +281,21 @@ def large_gradients(rank):
     return result.applied, result.grad_norm / (1e30 * math.sqrt(count))
 
 
-def sharded_falls_back(rank):
-    net = sharded(made(), torch.float16)
+def digest(optimizer):
+    """Of masters and moments, whole."""
+    held = [*optimizer.master_weights.values()]
+    held += [optimizer.state[each][key] for each in held for key in ("exp_avg", "exp_avg_sq")]
+    return [float(whole(each.detach()).double().sum()) for each in held]
+
+
+def sharded_falls_back(rank, folder, *, with_rewrap=False):
+    """Which is refused; what it is then told to do is begun: it is saved."""
+    net, calls = sharded(made(), torch.float16), []
     options = MixedPrecisionOptions.for_fp16(max_consecutive_overflows=2)
-    optimizer = MixedPrecisionOptimizer(adamw(net), options, model=net)
+    rewrap = (lambda model: calls.append(1) or model) if with_rewrap else None
+    optimizer = MixedPrecisionOptimizer(adamw(net), options, model=net, rewrap=rewrap)
+    backward(net, optimizer, 0)
+    assert optimizer.step()
     problem = None
     for step in range(2):
         backward(net, optimizer, step)
@@ -257,7 +304,59 @@ def sharded_falls_back(rank):
             optimizer.step()
         except FallbackRequiresRewrapError as error:
             problem = str(error)
-    return problem, optimizer.has_fallback, optimizer.get_stats().skipped_steps
+    with DistributedCheckpoint.create(options=CheckpointOptions(storage=folder)) as store:
+        store.save(net, optimizer, SaveOptions(checkpoint_prefix="a", overwrite=True))
+    stats = optimizer.get_stats()
+    return problem, optimizer.has_fallback, stats.skipped_steps, len(calls), digest(optimizer)
+
+
+def goes_on_in_fp32(rank, folder):
+    net = sharded(made(1), None)
+    options = MixedPrecisionOptions(precision="fp32")
+    optimizer = MixedPrecisionOptimizer(adamw(net), options, model=net)
+    with DistributedCheckpoint.create(options=CheckpointOptions(storage=folder)) as store:
+        store.load(net, optimizer, LoadOptions(checkpoint_prefix="a"))
+    found, scale = digest(optimizer), optimizer.scaler.scale
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = net(batch(0)).square().mean()
+        optimizer.scale_loss(loss).backward()
+        assert optimizer.step()
+        dist.all_reduce(loss := loss.detach())
+        losses.append(float(loss))
+    return found, scale, losses, everyones(net.parameters())
+
+
+def goes_on_in_fp32_under_ddp(rank, path):
+    net = made()
+    options = MixedPrecisionOptions.for_fp16(max_consecutive_overflows=1)
+    optimizer = MixedPrecisionOptimizer(adamw(net), options, model=net)
+    ddp = DistributedDataParallel(net)
+    backward(ddp, optimizer, 0)
+    assert optimizer.step()
+    before, problem = digest(optimizer), None
+    backward(ddp, optimizer, 1)
+    next(net.parameters()).grad.fill_(math.inf)
+    try:
+        optimizer.step()
+    except FallbackRequiresRewrapError as error:
+        problem = str(error)
+    if rank == 0:
+        save_checkpoint(create_checkpoint(optimizer), path)
+    dist.barrier()
+    net = made(5)
+    options = MixedPrecisionOptions(precision="fp32")
+    optimizer = MixedPrecisionOptimizer(adamw(net), options, model=net)
+    ddp = DistributedDataParallel(net)
+    load_and_restore(optimizer, path)
+    same = digest(optimizer) == before
+    equal = []
+    for step in (2, 3):
+        backward(ddp, optimizer, step)
+        assert optimizer.step()
+        equal.append(everyones([*net.parameters(), *(p.grad for p in net.parameters())]))
+    return problem, same, equal
 
 
 def refused(rank, case):

@@ -1,6 +1,7 @@
 """Models saved by ``save_pretrained``: what ``from_pretrained`` opens, and holdfast as well."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 import holdfast
 from holdfast.catalog import Catalog
 from holdfast.integrations.huggingface import save_pretrained
-from holdfast.testing import RankGang
 
 
 def assert_same(found, wanted):
@@ -48,13 +48,9 @@ def test_it_is_a_checkpoint_as_any_other(tmp_path):
 
 def test_the_model_of_a_trainer_is_saved_with_its_tokenizer(tmp_path):
     class Tokenizer:
-        model_input_names = ("input_ids",)
-
         def save_pretrained(self, folder):
-            (pathlib.Path(folder) / "templates").mkdir()
-            (pathlib.Path(folder) / "templates" / "chat.txt").write_text("{x}")
-
-    import pathlib
+            (Path(folder) / "templates").mkdir()
+            (Path(folder) / "templates" / "chat.txt").write_text("{x}")
 
     trainer = new_trainer(tmp_path, save_strategy="no", max_steps=2)
     trainer.train()
@@ -80,17 +76,3 @@ def test_a_model_without_a_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match="path must be <root>/<prefix>"):
         save_pretrained(new_model(), "/")
     assert [*tmp_path.iterdir()] == []
-
-
-def on_ranks(rank, folder):
-    from torch.distributed.fsdp import fully_shard
-
-    model = new_model()
-    fully_shard(model)
-    return save_pretrained(model, folder / "out")
-
-
-def test_a_model_that_ranks_share_is_saved_whole(tmp_path):
-    with RankGang(2) as gang:
-        assert gang.run(on_ranks, tmp_path) == ["out", "out"]
-    assert_same(GPT2LMHeadModel.from_pretrained(tmp_path / "out"), new_model())

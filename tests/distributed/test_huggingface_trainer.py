@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from huggingface_training import (
     undisturbed,
     until,
 )
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer
 
 import holdfast
 from holdfast.catalog import Catalog
@@ -34,7 +33,20 @@ from holdfast.precision import MixedPrecisionOptimizer, MixedPrecisionOptions
 from holdfast.storage import MemoryStorage
 from holdfast.testing import Fault, FaultyStorage
 
+# Some tests start Python and torch a few times, which takes a loaded machine minutes.
+pytestmark = pytest.mark.timeout(600)
+
 SCRIPT = Path(__file__).with_name("huggingface_job.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface_trainer.py"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of a small model wait for each other on a machine that has others to run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def run(*arguments):
@@ -43,7 +55,7 @@ def run(*arguments):
         check=False,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -64,7 +76,6 @@ def steps_in(folder):
         ),
         pytest.param(9, 8, {"logging_steps": 3}, id="between logs"),
         pytest.param(15, 10, {"save_strategy": "epoch"}, id="saved by epoch"),
-        pytest.param(7, 4, {"lr_scheduler_type": "cosine", "optim": "adafactor"}, id="adafactor"),
     ],
 )
 def test_a_run_goes_on_to_the_last_bit(tmp_path, crash, began, options):
@@ -82,14 +93,13 @@ def test_it_crashes_and_goes_on_several_times(tmp_path):
     assert_same(found, undisturbed(tmp_path / "whole"))
 
 
-def test_it_is_killed_while_it_saves(tmp_path):
-    """A process of its own, with SIGKILL, when the second save has begun to write."""
-    job = run(SCRIPT, tmp_path, "kill")
-    assert job.returncode == -signal.SIGKILL, job.stderr
-    assert steps_in(tmp_path) == [4]
-    began, found = resumed(tmp_path)
-    assert began == 4
-    assert_same(found, undisturbed(tmp_path / "whole"))
+def test_killed_while_it_saves_it_goes_on_from_the_one_before():
+    """The example does that, and saves the model for from_pretrained."""
+    job = run(EXAMPLE)
+    assert job.returncode == 0, job.stderr
+    assert "killed while it saved (signal 9); step_10 is whole" in job.stdout
+    assert "equal to the last bit: True" in job.stdout
+    assert "from_pretrained opens it: GPT2LMHeadModel" in job.stdout
 
 
 def test_the_trainer_writes_no_files_of_its_own(tmp_path):
@@ -163,7 +173,7 @@ def evaluating(**options):
         "eval_strategy": "steps",
         "eval_steps": 4,
         "metric_for_best_model": "loss",
-        "learning_rate": 0.3,  # so high that the last is not the best
+        "greater_is_better": True,  # so that the last is not the best
         "more": {"eval_dataset": Rows(8)},
     } | options
 
@@ -181,7 +191,7 @@ def test_the_best_model_is_loaded_at_the_end_and_kept(tmp_path):
         for entry in trainer.state.log_history
         if "eval_loss" in entry
     }
-    best = min(losses, key=losses.get)
+    best = max(losses, key=losses.get)
     assert best != 20
     assert steps_in(tmp_path) == [20, best]
     stored = holdfast.load(tmp_path / "store" / f"step_{best}")["model"]
@@ -189,6 +199,12 @@ def test_the_best_model_is_loaded_at_the_end_and_kept(tmp_path):
         if name in stored:
             assert torch.equal(value, stored[name]), name
     assert trainer.evaluate()["eval_loss"] == losses[best]
+
+
+def test_only_the_best_are_saved_if_told_so(tmp_path):
+    callback = HoldfastCallback(tmp_path / "store")
+    train(new_trainer(tmp_path, callbacks=[callback], **evaluating(save_strategy="best")), callback)
+    assert steps_in(tmp_path) == [4]
 
 
 def test_callbacks_with_a_state_get_theirs_back(tmp_path):
@@ -356,3 +372,6 @@ def test_two_ranks_go_on_to_the_last_bit_and_one_goes_on_from_theirs(tmp_path):
     assert began == 12
     assert [*found.losses] == [*range(1, 15)]
     assert [*found.losses.values()][:12] == told[0]["losses"] == told[1]["losses"]
+    shared = GPT2LMHeadModel.from_pretrained(tmp_path / "shared")
+    for name, value in new_model().state_dict().items():
+        assert torch.equal(shared.state_dict()[name], value), name

@@ -2,9 +2,9 @@
 
 import os
 import pathlib
-import signal
 import subprocess
 import sys
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -36,8 +36,21 @@ from holdfast.errors import StorageError
 from holdfast.storage import MemoryStorage
 from holdfast.testing import Fault, FaultyStorage
 
+# Some tests start Python and torch a few times, which takes a loaded machine minutes.
+pytestmark = pytest.mark.timeout(600)
+
 SCRIPT = pathlib.Path(__file__).with_name("lightning_job.py")
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
 STEPS = 6  # of an epoch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of a small model wait for each other on a machine that has others to run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def run(*arguments):
@@ -46,7 +59,7 @@ def run(*arguments):
         check=False,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -90,15 +103,26 @@ def test_inside_an_epoch_it_goes_on_with_a_loader_that_knows_its_place(tmp_path)
     assert_same(net, wanted, of_last=EPOCHS * STEPS - 8)
 
 
-def test_it_is_killed_while_it_saves(tmp_path):
-    """A process of its own, with SIGKILL, when the second save has begun to write; the first one
-    was to be removed for it, and is still there."""
-    job = run(SCRIPT, tmp_path)
-    assert job.returncode == -signal.SIGKILL, job.stderr
-    assert names_in(tmp_path / "kept") == ["epoch=0.ckpt"]
-    path = tmp_path / "kept" / "epoch=0.ckpt"
-    net = fit(new_trainer(tmp_path, callbacks=[RandomState()]), new_net(9), ckpt_path=path)
-    assert_same(net, fit(new_trainer(tmp_path / "whole"), new_net()), of_last=3 * STEPS)
+def test_killed_while_it_saves_it_goes_on_from_the_one_before():
+    """The example does that: the one before was to be removed for the one that was not saved."""
+    job = run(EXAMPLE)
+    assert job.returncode == 0, job.stderr
+    assert "killed while it saved (signal 9); epoch=1.ckpt is whole" in job.stdout
+    assert "gone on for 32 steps" in job.stdout
+    assert "equal to the last bit: True" in job.stdout
+
+
+def test_two_ranks_go_on_to_the_last_bit(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = run(*torchrun, SCRIPT, tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert {path.name for path in tmp_path.glob("rank_*")} == {"rank_0", "rank_1"}
+
+
+def test_generators_of_several_ranks_are_refused(tmp_path):
+    trainer = new_trainer(tmp_path, callbacks=[RandomState()], num_nodes=2)
+    with pytest.raises(ValueError, match="RandomState is for one process, and there are 2"):
+        RandomState().setup(trainer, None, "fit")
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -112,17 +136,20 @@ def test_the_best_are_kept_and_others_removed(tmp_path, background):
     best = [pathlib.Path(path).name for path in saving.best_k_models]
     assert len(best) == 2
     assert names_in(tmp_path / "kept") == sorted([*best, "last.ckpt"])
-    assert {path.name for path in (tmp_path / "kept").iterdir()} == {*best, "last.ckpt"}
-    (told,) = trainer.validate(Net(), dataloaders=new_loader(), ckpt_path="best", verbose=False)
+    folders = [path.name for path in (tmp_path / "kept").iterdir() if path.is_dir()]
+    assert sorted(folders) == sorted([*best, "last.ckpt"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few workers
+        (told,) = trainer.validate(Net(), dataloaders=new_loader(), ckpt_path="best", verbose=False)
     assert told["val_loss"] > 0
 
 
 def test_a_link_to_the_last_one_is_read(tmp_path):
     saving = ModelCheckpoint(tmp_path / "kept", save_last="link", filename="{epoch}")
     fit(new_trainer(tmp_path, callbacks=[saving], max_epochs=2), new_net())
-    io = HoldfastCheckpointIO()
-    assert io.load_checkpoint(tmp_path / "kept" / "last.ckpt")["epoch"] == 1
-    io.teardown()
+    assert (tmp_path / "kept" / "last.ckpt").is_symlink()
+    again = new_trainer(tmp_path, callbacks=keeping(tmp_path, save_last="link"))
+    assert len(fit(again, new_net(9), ckpt_path="last").losses) == (EPOCHS - 2) * STEPS
 
 
 def test_what_comes_back_is_what_was_given(tmp_path):
@@ -162,7 +189,9 @@ def test_what_cannot_be_stored_is_refused_with_its_place(tmp_path):
     io = HoldfastCheckpointIO(background=False)
     io.save_checkpoint({"state_dict": {"weight": torch.ones(2)}}, tmp_path / "a.ckpt")
     bad = {"state_dict": {}, "hyper_parameters": {"loss": torch.nn.functional.mse_loss}}
-    with pytest.raises(holdfast.SaveError, match=r"extra\.hyper_parameters\.loss is a function"):
+    with pytest.raises(
+        holdfast.SaveError, match=r"extra\.hyper_parameters\['loss'\] is a function"
+    ):
         io.save_checkpoint(bad, tmp_path / "a.ckpt")
     assert torch.equal(
         io.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["weight"], torch.ones(2)
@@ -205,7 +234,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     path = tmp_path / "kept" / "epoch=0.ckpt"
     (shard,) = path.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
-    data[-100] ^= 1
+    data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     with pytest.raises(holdfast.CorruptedError, match="is damaged"):
         fit(new_trainer(tmp_path), new_net(), ckpt_path=path)

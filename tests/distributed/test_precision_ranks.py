@@ -19,11 +19,22 @@ def gang():
     "words", [{}, {"max_grad_norm": 0.1}, {"master_storage": "remainder"}], ids=str
 )
 def test_a_model_that_is_wrapped_after_is_averaged(gang, words):
-    for told in gang.run(jobs.wrapped_after, words):
+    first, second = gang.run(jobs.wrapped_after, words)
+    for told in (first, second):
         assert told["gradients"] == [True] * 4
         assert told["weights"]
         assert told["masters"]
         assert told["dtypes"] == BOTH
+        assert told["gradient dtypes"] == BOTH
+    assert first["moved"] < 0.05 < second["moved"]  # of AdamW, 4 steps of 0.01 at most
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_may_be_clipped_under_ddp(gang, fused):
+    """Those that unscale_ shows are FP32 for a while, which DDP must not mind."""
+    for told in gang.run(jobs.wrapped_after, {}, fused=fused, unscale=True):
+        assert told["gradients"] == [True] * 4
+        assert told["masters"]
         assert told["gradient dtypes"] == BOTH
 
 
@@ -74,6 +85,11 @@ def test_fallback_under_ddp_with_rewrap(gang):
         assert told["dtypes"] == {"torch.float32"}
 
 
+def test_a_rewrap_that_fails_is_no_half_of_a_fallback(gang):
+    for told in gang.run(jobs.rewrap_fails):
+        assert told == ("not today", True, 1.0, {"torch.float32"})
+
+
 @pytest.mark.parametrize("most", [None, 0.05])
 @pytest.mark.parametrize("fused", [True, False])
 def test_fsdp2_parameters_are_the_masters(gang, fused, most):
@@ -101,11 +117,36 @@ def test_large_gradients_of_shards_are_applied(gang):
         assert ratio == pytest.approx(1.0, rel=1e-6)
 
 
-def test_fallback_under_fsdp2_is_an_error_on_all_ranks(gang):
-    for problem, has_fallback, skipped in gang.run(jobs.sharded_falls_back):
+@pytest.mark.parametrize("with_rewrap", [True, False])
+def test_fallback_under_fsdp2_is_an_error_on_all_ranks(gang, tmp_path, with_rewrap):
+    """A module cannot be sharded twice, so that no rewrap helps."""
+    told = gang.run(jobs.sharded_falls_back, tmp_path, with_rewrap=with_rewrap)
+    for problem, has_fallback, skipped, calls, _ in told:
         assert "FSDP2" in problem
+        assert "Precision.FP32" in problem
         assert not has_fallback
         assert skipped == 2
+        assert calls == 0
+
+
+def test_what_the_error_says_of_fsdp2_works(gang, tmp_path):
+    """Saved, and loaded where the model computes in FP32: from the same masters and state."""
+    saved = [told[-1] for told in gang.run(jobs.sharded_falls_back, tmp_path)]
+    for before, (after, scale, losses, same) in zip(
+        saved, gang.run(jobs.goes_on_in_fp32, tmp_path), strict=True
+    ):
+        assert after == before
+        assert scale == 1.0
+        assert losses[-1] < losses[0]
+        assert same
+
+
+def test_what_the_error_says_of_ddp_works(gang, tmp_path):
+    told = gang.run(jobs.goes_on_in_fp32_under_ddp, tmp_path / "mp.safetensors")
+    for problem, same, equal in told:
+        assert "load_and_restore" in problem
+        assert same
+        assert equal == [True, True]
 
 
 @pytest.mark.parametrize(

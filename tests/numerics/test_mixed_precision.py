@@ -385,27 +385,32 @@ def test_sparse_gradients_that_a_fused_optimizer_does_not_take():
     assert optimizer.step_count == 0
 
 
+@pytest.mark.parametrize("whose", ["weights", "masters"])
 @pytest.mark.parametrize("make", [FUSED["AdamW"], OTHER["foreach"]])
-def test_unscale_shows_gradients_that_may_be_changed(make):
+def test_unscale_shows_gradients_that_may_be_changed(make, whose):
+    """As GradScaler's users clip, by the model's parameters, or by the masters."""
     weights, expected = parameters(SMALL), parameters(SMALL)
     optimizer = MixedPrecisionOptimizer(make(weights), options("fp16"))
     reference = make(expected)
     fill(weights, 0, optimizer.scaler.scale)
+    scaled = [weight.grad.clone() for weight in weights]
     optimizer.unscale_()
     masters = list(optimizer.master_weights.values())
-    for master, weight, wanted in zip(masters, weights, expected, strict=True):
-        assert torch.equal(master.grad, weight.grad.float() / 2**16)
+    for master, weight, wanted, gradient in zip(masters, weights, expected, scaled, strict=True):
+        assert torch.equal(master.grad, gradient.float() / 2**16)
+        assert torch.equal(weight.grad, master.grad)
         wanted.grad = master.grad.clone()
     with pytest.raises(RuntimeError, match="already"):
         optimizer.unscale_()
-    nn.utils.clip_grad_norm_(masters, 0.25)
+    nn.utils.clip_grad_norm_(weights if whose == "weights" else masters, 0.25)
     nn.utils.clip_grad_norm_(expected, 0.25)
     result = optimizer.step()
     reference.step()
     assert result.grad_norm == pytest.approx(0.25, rel=1e-3)
-    for master, wanted in zip(masters, expected, strict=True):
+    for master, wanted, weight in zip(masters, expected, weights, strict=True):
         assert torch.equal(master, wanted)
         assert master.grad is None
+        assert weight.grad.dtype is weight.dtype
     optimizer.unscale_()  # once per step
 
 

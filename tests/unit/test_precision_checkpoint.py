@@ -28,6 +28,7 @@ from holdfast.precision import (
     MixedPrecisionCheckpoint,
     MixedPrecisionOptimizer,
     MixedPrecisionOptions,
+    _files,
     create_checkpoint,
     load_and_restore,
     load_checkpoint,
@@ -36,7 +37,7 @@ from holdfast.precision import (
     take_over,
     validate_checkpoint,
 )
-from holdfast.precision._files import _KIND, _tree
+from holdfast.precision._files import _KIND
 from holdfast.precision._sealed_file import write_sealed
 from holdfast.storage import LocalStorage
 
@@ -87,6 +88,11 @@ def everything(optimizer):
     """All that a restore may change, as plain values."""
     model = {name: value.detach() for name, value in optimizer.model.state_dict().items()}
     return leaves({"model": model, "optimizer": optimizer.state_dict()})
+
+
+def _tree(checkpoint):
+    """As it stands in a file."""
+    return _files._tree(checkpoint, checkpoint.tree())
 
 
 def fields_of(checkpoint):
@@ -170,6 +176,16 @@ class TestFiles:
         checkpoint = load_and_restore(other, path)
         assert bool(checkpoint.training_weights) is kept
         assert everything(other) == everything(trainee)
+
+    def test_of_thousands_of_parameters(self, tmp_path):
+        """Whose names and numbers are more than one chunk of a file."""
+        parameters = [nn.Parameter(torch.full((2,), float(each))) for each in range(1500)]
+        optimizer = MixedPrecisionOptimizer(torch.optim.SGD(parameters, lr=0.1), BF16)
+        metadata = {"long": "x" * 300_000}
+        save_checkpoint(create_checkpoint(optimizer, metadata), tmp_path / "a")
+        loaded = load_checkpoint(tmp_path / "a")
+        assert loaded.metadata == metadata
+        assert loaded.master_weights["group0.1499"].tolist() == [1499.0, 1499.0]
 
     def test_a_layer_that_stays_fp32_is_stored_once(self, saved):
         with safetensors.safe_open(saved, "pt") as file:
@@ -258,6 +274,8 @@ class TestBadFiles:
             (b'"master_weights.0.bias"', b'"master_weights.9.bias"'),
             (b'"dtype":"F16"', b'"dtype":"I16"'),
             (b'"shape":[6,4]', b'"shape":[4,6]'),
+            (b'"holdfast.mixed_precision":"1"', b'"holdfast.mixed_precision":"2"'),
+            (b'"holdfast.mixed_precision"', b'"holdfast.mixed_precisioo"'),
         ]:
             changed = data.replace(old, new, 1)
             assert changed != data

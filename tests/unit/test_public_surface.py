@@ -52,7 +52,7 @@ SURFACE = {
         encode_value entry_of_box file_digest header_bytes_needed leaf_digest numpy_dtype
         parse_shard_header parse_table per_rank_node plan_shard
     """,
-    "integrations": "dcp",
+    "integrations": "dcp huggingface lightning",
     "precision": """
         DynamicLossScaler FallbackRequiresRewrapError LossScalerStats MixedPrecisionCheckpoint
         MixedPrecisionOptimizer MixedPrecisionOptions MixedPrecisionStats Precision StepResult

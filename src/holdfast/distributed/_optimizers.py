@@ -171,7 +171,8 @@ class _Before:
         self._packed: dict[str, Any] | None = None
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         if with_copy:
-            packed = optimizer.state_dict()
+            # Of one whose state follows the model's weights, as it was: these are loaded already.
+            packed = getattr(optimizer, "live_state_dict", optimizer.state_dict)()
             memo: dict[int, Any] = {}
             self._packed = copy.deepcopy(packed, memo)
             self._copied = [

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-__all__ = ["dcp"]
+__all__ = ["dcp", "huggingface", "lightning"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients that are added up in FP32. Knows ``Tensor.grad_dtype``, and that DDP does not.
+"""Gradients that are added up in FP32. Knows that DDP does not.
 
 64 micro-batches added up in BF16 lose half a percent of their sum.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.precision._masters import Pair
+from holdfast.precision._masters import Pair, set_grad
 from holdfast.precision._wrappers import ddp_over
 
 
@@ -17,9 +17,7 @@ def add_up_in_fp32(pairs: Sequence[Pair]) -> None:
     """Have autograd keep the gradients of 16-bit weights in FP32. Idempotent."""
     for pair in pairs:
         if not pair.stays and pair.weight.grad_dtype is not torch.float32:
-            gradient, pair.weight.grad = pair.weight.grad, None
-            pair.weight.grad_dtype = torch.float32
-            pair.weight.grad = None if gradient is None else gradient.float()
+            set_grad(pair.weight, pair.weight.grad, torch.float32)
 
 
 def refuse_ddp_when_called(model: nn.Module, pairs: Sequence[Pair]) -> None:
@@ -28,7 +26,7 @@ def refuse_ddp_when_called(model: nn.Module, pairs: Sequence[Pair]) -> None:
 
     def check(_module: nn.Module, _args: Any) -> None:
         handle.remove()
-        if ddp_over(pair.weight for pair in pairs) is not None:
+        if ddp_over(pair.weight for pair in pairs):
             raise ValueError(
                 "grad_accumulation='fp32' does not work under DistributedDataParallel, which "
                 "averages gradients in the dtype of the weights; use grad_accumulation='training', "

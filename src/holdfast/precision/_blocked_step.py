@@ -12,9 +12,9 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
-from holdfast.precision._blocks import Scratch, Span, Tensors, blocks_of, cut, flat
+from holdfast.precision._blocks import Scratch, Span, Tensors, blocks_of, cut, flat, laid_as
 from holdfast.precision._gradients import Gradient, Measured, measured
-from holdfast.precision._kernels import Held, Kernel, Kind
+from holdfast.precision._kernels import Held, Kernel, Kind, has_hooks
 from holdfast.precision._masters import Pair, local_of
 from holdfast.precision._remainder import join_into, split_into
 
@@ -58,6 +58,10 @@ class BlockedStep:
         self._masters = Scratch()
         self._layouts: dict[Key, tuple[Key, _Layout]] = {}
 
+    def is_right(self) -> bool:
+        """Whether the optimizer is still to be stepped this way: hooks may be added at any time."""
+        return not has_hooks(self._inner)
+
     def measure(self, gradients: Sequence[Gradient], pairs: Sequence[Pair]) -> Measured:
         for each in gradients:
             if each.is_sparse:
@@ -79,11 +83,20 @@ class BlockedStep:
             # Nothing of an FP32 weight is cast, so there is no reason to cut it.
             key = (group, each.value.device, is_first, left, each.is_whole)
             parted.setdefault(key, []).append(each)
-        for key, own in parted.items():
-            group, device, *_, is_whole = key
-            layout = self._layout(key, own, whole=is_whole)
-            scale = None if divisor == 1 else torch.tensor(divisor, device=device)
-            self._run(self._kind.kernel(self._inner.param_groups[group], scale), layout, own)
+        try:
+            for key, own in parted.items():
+                group, device, *_, is_whole = key
+                layout = self._layout(key, own, whole=is_whole)
+                scale = None
+                if divisor != 1:
+                    scale = torch.tensor(divisor, dtype=torch.float32, device=device)
+                self._run(self._kind.kernel(self._inner.param_groups[group], scale), layout, own)
+        except BaseException:
+            for each in gradients:  # a weight must never be other than its master
+                each.pair.cast()
+            raise
+        for each in gradients:
+            each.pair.note()
         # A scheduler that was made for the optimizer inside looks whether that has stepped.
         self._inner._opt_called = True  # noqa: SLF001
 
@@ -101,7 +114,7 @@ class BlockedStep:
             elif block.cast:  # torch refuses to copy nothing
                 torch._foreach_copy_(block.weights, block.cast)
         for pair in layout.loose:
-            pair.weight.copy_(pair.master)
+            pair.cast()
 
     def _cast(self, spans: Sequence[Span], gradients: Tensors) -> Tensors:
         """FP32 parts of gradients: their own memory, or that of the scratch."""
@@ -127,7 +140,7 @@ class BlockedStep:
         held = [self._kind.hold(self._inner, group, pair) for pair in pairs]
         # Of memory that a layout holds no other tensor can be made: where it lies says what it is.
         key = tuple(
-            (id(pair), *(tensor.data_ptr() for tensor in (pair.weight, pair.master, *each.buffers)))
+            (id(pair), *(tensor.data_ptr() for tensor in (pair.weight, pair.master, *each.tensors)))
             for pair, each in zip(pairs, held, strict=True)
         )
         known = self._layouts.get(place)
@@ -140,6 +153,9 @@ class BlockedStep:
 
 
 def _laid_out(pairs: Sequence[Pair], held: Sequence[Held], *, whole: bool) -> _Layout:
+    for pair in pairs:
+        if pair.remainder is not None:  # the weight may have been laid out anew
+            pair.remainder = laid_as(pair.remainder, pair.weight)
     masters = [flat(local_of(pair.master.detach())) for pair in pairs]
     sizes = tuple(master.numel() for master in masters)
     blocks = blocks_of(sizes, max(1, sum(sizes))) if whole else blocks_of(sizes)

@@ -120,5 +120,5 @@ class Scratch:
         """Memory for so many elements; what ``take`` gave for as many, in one."""
         held = self._held.get(device)
         if held is None or held.numel() < size:
-            held = self._held[device] = torch.empty(size, device=device)
+            held = self._held[device] = torch.empty(size, dtype=torch.float32, device=device)
         return held if held.numel() == size else held[:size]

@@ -7,6 +7,7 @@ to the dtype it has at the time.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -25,7 +26,9 @@ class Boundaries:
         self._model = model
         self._options = options
         self._dtype = options.precision.dtype
-        self._kept = list(_outermost(model, options))
+        self._hooks: list[Any] = []
+        _check_patterns(model, options)
+        self._kept = _with_tied(model, list(_outermost(model, options)))
 
     def kept(self) -> set[int]:
         """The ids of parameters and buffers in layers that stay FP32."""
@@ -36,13 +39,22 @@ class Boundaries:
         }
 
     def install(self) -> None:
-        """Put the hooks in place."""
+        """Put the hooks in place, instead of those of an optimizer that had the model before."""
+        for former in _installed(self._model):
+            former.remove()
         if self._options.cast_inputs:
-            self._model.register_forward_pre_hook(self._cast_model_inputs, with_kwargs=True)
+            cast = self._model.register_forward_pre_hook(self._cast_model_inputs, with_kwargs=True)
+            self._hooks.append(cast)
         if self._options.precision.dtype is not torch.float32:
             for module in self._kept:
-                module.register_forward_pre_hook(self._cast_up, with_kwargs=True)
-                module.register_forward_hook(self._cast_back)
+                up = module.register_forward_pre_hook(self._cast_up, with_kwargs=True)
+                self._hooks += [up, module.register_forward_hook(self._cast_back)]
+
+    def remove(self) -> None:
+        """Take the hooks away. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def rest(self, parameters: set[int]) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         """Parameters and buffers that are not among ``parameters`` and have another dtype than they
@@ -73,11 +85,48 @@ class Boundaries:
         return _cast(output, self._dtype)
 
 
+def _installed(model: nn.Module) -> list[Boundaries]:
+    """Those that have hooks in the model."""
+    hooks = (
+        hook
+        for module in model.modules()
+        for held in (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
+        for hook in held.values()
+    )
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return [*{id(owner): owner for owner in owners if isinstance(owner, Boundaries)}.values()]
+
+
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.dtype in FLOATS else tensor
 
     return tree_map_only(torch.Tensor, cast, tree)
+
+
+def _check_patterns(model: nn.Module, options: MixedPrecisionOptions) -> None:
+    """Raise ``ValueError`` for a pattern that is no layer's: it was meant to be one's."""
+    layers = [(name, type(module).__name__) for name, module in model.named_modules()]
+    for pattern in options.fp32_layer_patterns or ():
+        only = replace(options, fp32_layer_patterns=(pattern,))
+        if not any(only.keeps_fp32(name, kind) for name, kind in layers):
+            raise ValueError(
+                f"fp32_layer_patterns has {pattern!r}, and the model has no layer of such a name "
+                "or class"
+            )
+
+
+def _with_tied(model: nn.Module, kept: list[nn.Module]) -> list[nn.Module]:
+    """The layers that stay FP32, and those that share a parameter with one, FP32 there, too."""
+    inside = {id(part) for module in kept for part in module.modules()}
+    own = {id(parameter) for module in kept for parameter in module.parameters()}
+    tied = [
+        module
+        for module in model.modules()
+        if id(module) not in inside
+        and any(id(parameter) in own for parameter in module.parameters(recurse=False))
+    ]
+    return [*kept, *tied]
 
 
 def _outermost(

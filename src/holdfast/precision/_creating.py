@@ -1,17 +1,14 @@
-"""Copies all that a mixed-precision optimizer is into a checkpoint. Knows no file."""
+"""Makes a checkpoint of all that a mixed-precision optimizer is. Knows no file."""
 
 import copy
-from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from holdfast import _checks
-from holdfast.distributed._tensors import Like, identity, is_distributed, local_of, wrap
 from holdfast.format import encode_value
-from holdfast.precision._checkpoint import MixedPrecisionCheckpoint
+from holdfast.precision._checkpoint import Later, MixedPrecisionCheckpoint
+from holdfast.precision._moment import Moment
 from holdfast.precision._optimizer import MixedPrecisionOptimizer
 from holdfast.precision._state import tree_of
 
@@ -21,25 +18,38 @@ def create_checkpoint(
     metadata: Mapping[str, Any] | None = None,
     *,
     training_weights: bool = True,
+    snapshot: Literal["live", "copy"] = "live",
 ) -> MixedPrecisionCheckpoint:
-    """Everything that ``optimizer`` is, copied: later steps do not alter it.
+    """Everything that ``optimizer`` is now: later steps do not alter it.
 
-    The copies are in this process's memory, and a sharded master's is this rank's part of it.
-    Without ``training_weights`` these are left out: they are cast from the masters when restored.
+    What is large is copied when it is needed: when the optimizer is about to change it, or when
+    the checkpoint's fields are looked at; to save it before needs no copy. If something else than
+    ``optimizer`` changes it first, as ``model.load_state_dict``, using the checkpoint raises
+    ``TornSnapshotError``. ``snapshot="copy"`` copies at once, and is right whatever happens next.
+
+    Copies are in this process's memory, and a sharded master's is this rank's part of it. Without
+    ``training_weights`` these are left out: they are cast from the masters when restored.
     ``metadata`` is plain values by name, kept as they are. Gradients are not in it: call it after
     ``step``. ``SaveError`` for metadata that no file could hold.
     """
     _checks.instance("optimizer", optimizer, MixedPrecisionOptimizer)
     given = dict(_checks.instance("metadata", metadata or {}, Mapping))  # type: ignore[type-abstract]
+    if snapshot not in {"live", "copy"}:
+        raise ValueError(f"snapshot must be 'live' or 'copy', not {snapshot!r}")
     encode_value(given, root="metadata")
     tree = tree_of(optimizer)
-    copies = _Copies()
+    trees = {
+        "master_weights": tree.masters,
+        "training_weights": tree.training if training_weights else {},
+        "base_optimizer_state": tree.inner,
+    }
+    moment = Moment(trees, copies=snapshot == "copy")
+    optimizer.moments.add(moment)  # which it copies before it changes anything
+    tensors: dict[str, Any] = {name: Later(moment, name) for name in trees}
     return MixedPrecisionCheckpoint(
         version=tree.version,
         timestamp=datetime.now(UTC),
-        master_weights=copies.of(tree.masters),
-        training_weights=copies.of(tree.training) if training_weights else {},
-        base_optimizer_state=copies.of(tree.inner),
+        **tensors,
         scaler=tree.scaler,
         options=tree.options,
         step_count=tree.step_count,
@@ -47,32 +57,3 @@ def create_checkpoint(
         has_fallback=tree.has_fallback,
         metadata=copy.deepcopy(given),
     )
-
-
-class _Copies:
-    """Copies of values, one for each tensor however often it is met: a layer that stays in FP32
-    is its own master."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def of(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            key = identity(value)
-            if key not in self._known:
-                self._known[key] = _copy(value)
-            return self._known[key]
-        if isinstance(value, OrderedDict):
-            return OrderedDict((key, self.of(item)) for key, item in value.items())
-        if isinstance(value, Mapping):
-            return {key: self.of(item) for key, item in value.items()}
-        if type(value) in {list, tuple}:
-            return type(value)(map(self.of, value))
-        return copy.deepcopy(value)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    local = local_of(tensor)
-    if not is_distributed(tensor):
-        return local.to("cpu", copy=True)
-    return wrap(local.clone(), Like.of(tensor), tuple(tensor.shape))

@@ -3,9 +3,7 @@
 It goes on from the masters: nothing that was learned is rounded away.
 """
 
-import logging
 from collections.abc import Callable
-from typing import Final
 
 import torch
 from torch import nn
@@ -13,12 +11,19 @@ from torch import nn
 from holdfast.errors import FallbackRequiresRewrapError
 from holdfast.precision._boundaries import Boundaries
 from holdfast.precision._masters import Masters
-from holdfast.precision._naming import unwrapped
+from holdfast.precision._options import MixedPrecisionOptions, Precision
+from holdfast.precision._scaler import ScalerState
 from holdfast.precision._wrappers import ddp_over, is_sharded
 
 Rewrap = Callable[[nn.Module], nn.Module]
 
-_log: Final = logging.getLogger("holdfast.precision")
+
+def is_due(options: MixedPrecisionOptions, scaler: ScalerState) -> bool:
+    """Whether a model that is not FP32 has overflowed too often in a row."""
+    most = options.max_consecutive_overflows
+    if most is None or options.precision is Precision.FP32:
+        return False
+    return scaler.consecutive_overflows >= most
 
 
 def refusal(masters: Masters) -> str | None:
@@ -26,9 +31,32 @@ def refusal(masters: Masters) -> str | None:
     weights = [pair.weight for pair in masters]
     if is_sharded(weights):
         return "it is sharded by FSDP2, whose MixedPrecisionPolicy cannot be changed"
-    if ddp_over(weights) is not None:
+    if ddp_over(weights):
         return "it is wrapped in DistributedDataParallel, which would stop averaging its gradients"
     return None
+
+
+def must_rewrap(masters: Masters, overflows: int, *, can_rewrap: bool) -> bool:
+    """Whether a model that is to go on in FP32 must be wrapped anew. Raises
+    ``FallbackRequiresRewrapError`` if it must be, and cannot."""
+    why = refusal(masters)
+    if why is None:
+        return False
+    sharded = is_sharded(pair.weight for pair in masters)
+    if can_rewrap and not sharded:
+        return True
+    way = (
+        "Save with DistributedCheckpoint, and load that in a new process that shards the model "
+        "with MixedPrecisionPolicy() and has options of Precision.FP32"
+        if sharded
+        else "Give MixedPrecisionOptimizer model=model and rewrap=function, which returns the "
+        "model wrapped anew. Or save_checkpoint() on one rank, and load_and_restore() it in a new "
+        "process with options of Precision.FP32"
+    )
+    raise FallbackRequiresRewrapError(
+        f"{overflows} steps in a row overflowed, and the model should go on in FP32, but {why}. "
+        f"The masters are intact, no weight was changed; zero_grad() ends the overflow. {way}"
+    )
 
 
 def to_fp32(masters: Masters, boundaries: Boundaries | None) -> None:
@@ -45,32 +73,3 @@ def to_training(masters: Masters, boundaries: Boundaries | None, dtype: torch.dt
     if boundaries is not None:
         boundaries.become(dtype)
         boundaries.cast_rest({id(pair.weight) for pair in masters})
-
-
-def fall_back(
-    masters: Masters,
-    boundaries: Boundaries | None,
-    model: nn.Module | None,
-    rewrap: Rewrap | None,
-    overflows: int,
-) -> nn.Module | None:
-    """Go on in FP32. Returns the model, wrapped anew if it had to be. Every rank calls it in the
-    same step.
-
-    Raises ``FallbackRequiresRewrapError``, with nothing changed, for a wrapped model if there is no
-    ``rewrap``.
-    """
-    why = refusal(masters)
-    if why is not None and (rewrap is None or model is None):
-        raise FallbackRequiresRewrapError(
-            f"{overflows} steps in a row overflowed, and the model should go on in FP32, but "
-            f"{why}. The masters are intact, no weight was changed. Give MixedPrecisionOptimizer "
-            "model=model and rewrap=function, which returns the model wrapped anew, or save, and "
-            "resume with Precision.FP32"
-        )
-    if why is None or not is_sharded(pair.weight for pair in masters):
-        to_fp32(masters, boundaries)
-    _log.warning("%d steps in a row overflowed: the model goes on in FP32", overflows)
-    if why is None or model is None or rewrap is None:
-        return model
-    return rewrap(unwrapped(model))

@@ -17,12 +17,12 @@ import torch
 from holdfast import _checks
 from holdfast.contracts import Storage
 from holdfast.errors import CheckpointError, CorruptedError, LoadError, SaveError
-from holdfast.precision._checkpoint import MixedPrecisionCheckpoint
+from holdfast.precision._checkpoint import MixedPrecisionCheckpoint, field_problems
 from holdfast.precision._options import MixedPrecisionOptions
 from holdfast.precision._scaler import ScalerState
 from holdfast.precision._sealed_file import read_sealed, write_sealed
-from holdfast.precision._state import SCHEMA
-from holdfast.precision._validating import structure_problems
+from holdfast.precision._state_tree import SCHEMA, StateTree
+from holdfast.precision._structure import whole_problems
 from holdfast.storage import open_storage
 
 _KIND: Final = "holdfast.mixed_precision"
@@ -35,16 +35,18 @@ def save_checkpoint(checkpoint: MixedPrecisionCheckpoint, path: str | os.PathLik
 
     ``path`` is a file's, or a URL of an object store that ``open_storage`` knows. Folders are
     made, and get a hidden lock file, as every folder that is a storage. ``SaveError`` for what no
-    file can hold, also for tensors sharded over ranks: those are for ``DistributedCheckpoint``.
-    ``StorageError``. After any error what was there is intact.
+    file can hold, also for tensors sharded over ranks: those are for ``DistributedCheckpoint``;
+    and for masters that are not finite, which nobody could go on from. ``StorageError``. After any
+    error what was there is intact.
     """
     _checks.instance("checkpoint", checkpoint, MixedPrecisionCheckpoint)
     storage, key = _place(path)
-    with _located(path):
-        problems = structure_problems(checkpoint)
+    with _located(path), checkpoint.held() as tree:
+        problems = [*field_problems(checkpoint), *whole_problems(tree)]
         if problems:
             raise SaveError(f"the checkpoint is not whole: {'; '.join(problems)}. Nothing is saved")
-        write_sealed(storage, key, _tree(checkpoint), kind=_KIND, version=checkpoint.version)
+        values, version = _tree(checkpoint, tree), tree.version
+        write_sealed(storage, key, values, kind=_KIND, version=version, finite="master_weights")
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> MixedPrecisionCheckpoint:
@@ -69,8 +71,8 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The tree of version 1. The version itself is in the file's metadata, to be known first."""
 
     timestamp: datetime
-    options: MixedPrecisionOptions
-    scaler: ScalerState
+    options: dict[str, Any]
+    scaler: dict[str, Any]
     step_count: int
     skipped_steps: int
     has_fallback: bool
@@ -80,46 +82,39 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     base_optimizer_state: dict[str, Any]
 
 
-def _tree(checkpoint: MixedPrecisionCheckpoint) -> dict[str, object]:
+def _tree(checkpoint: MixedPrecisionCheckpoint, tree: StateTree) -> dict[str, object]:
     return {
         "timestamp": checkpoint.timestamp,
-        "options": checkpoint.options.plain(),
-        "scaler": checkpoint.scaler.plain(),
-        "step_count": checkpoint.step_count,
-        "skipped_steps": checkpoint.skipped_steps,
-        "has_fallback": checkpoint.has_fallback,
+        "options": tree.options.plain(),
+        "scaler": tree.scaler.plain(),
+        "step_count": tree.step_count,
+        "skipped_steps": tree.skipped_steps,
+        "has_fallback": tree.has_fallback,
         "metadata": dict(checkpoint.metadata),
-        "master_weights": dict(checkpoint.master_weights),
-        "training_weights": dict(checkpoint.training_weights),
-        "base_optimizer_state": dict(checkpoint.base_optimizer_state),
+        "master_weights": dict(tree.masters),
+        "training_weights": dict(tree.training),
+        "base_optimizer_state": dict(tree.inner),
     }
 
 
 def _read_1(tree: object) -> MixedPrecisionCheckpoint:
-    misplaced = [*_misplaced(tree)]
+    # msgspec would take a tensor for something that has attributes or items.
+    values = tree if isinstance(tree, dict) else {"all of it": tree}
+    misplaced = [str(name) for name, value in values.items() if isinstance(value, torch.Tensor)]
     if misplaced:
         raise CorruptedError(f"there are tensors in it where none belong: {', '.join(misplaced)}")
     try:
         stored = msgspec.convert(tree, _Stored)
+        fields = {name: getattr(stored, name) for name in stored.__struct_fields__}
+        fields["options"] = MixedPrecisionOptions.from_plain(stored.options)
+        fields["scaler"] = ScalerState.from_plain(stored.scaler)
     except ValueError as error:
         raise CorruptedError(f"the values in it are not those of a checkpoint: {error}") from error
-    fields = {name: getattr(stored, name) for name in stored.__struct_fields__}
     checkpoint = MixedPrecisionCheckpoint(version=1, **fields)
-    problems = structure_problems(checkpoint)
+    problems = whole_problems(checkpoint.tree())
     if problems:
         raise CorruptedError(f"the checkpoint in it is not whole: {'; '.join(problems)}")
     return checkpoint
-
-
-def _misplaced(tree: object) -> Iterator[str]:
-    """Where a tensor is that must not be there. msgspec, which looks at the rest, would take it for
-    something that has attributes or items."""
-    if isinstance(tree, torch.Tensor):
-        yield "all of it"
-    for name, value in tree.items() if isinstance(tree, dict) else ():
-        inner = value.values() if name in {"options", "scaler"} and isinstance(value, dict) else ()
-        if any(isinstance(each, torch.Tensor) for each in (value, *inner)):
-            yield str(name)
 
 
 # Every version that was ever written keeps its reader, which makes today's value of it.
@@ -135,7 +130,10 @@ def _place(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     if isinstance(path, str) and "://" in text:
         folder, _, name = text.rpartition("/")
         return open_storage(folder), name
-    file = Path(os.path.realpath(Path(text).expanduser()))
+    try:
+        file = Path(os.path.realpath(Path(text).expanduser()))
+    except RuntimeError as error:  # pathlib's word for a home that nobody has
+        raise ValueError(f"path must be the path of a file, not {given!r}: {error}") from error
     return open_storage(file.parent), file.name
 
 

@@ -8,7 +8,7 @@ come to the same norm and do the same.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.precision._blocks import Scratch, blocks_of, cut, flat, is_dense, laid_as
-from holdfast.precision._masters import Pair, local_of
+from holdfast.precision._masters import NARROW, Pair, is_finite, local_of
 from holdfast.precision._meshes import Sharing, any_of, sharing_of, sum_of
 
 _LARGEST: Final = float(torch.finfo(torch.float32).max)
@@ -44,7 +44,7 @@ class Gradient:
     @property
     def needs_cast(self) -> bool:
         """Whether it is dense and 16-bit."""
-        return not self.is_sparse and self.value.dtype in {torch.float16, torch.bfloat16}
+        return not self.is_sparse and self.value.dtype in NARROW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +59,13 @@ class Measured:
         return not math.isfinite(self.norm)
 
 
-def gradients_of(pairs: Iterable[Pair], *, unscaled: bool) -> list[Gradient]:
-    """Of the weights, or, if they have been unscaled, of the masters. Sparse ones are FP32 and
-    coalesced."""
+def gradients_of(
+    pairs: Iterable[Pair], given: Callable[[Pair], torch.Tensor | None]
+) -> list[Gradient]:
+    """Of the pairs that are ``given`` one. Sparse ones are FP32 and coalesced."""
     found = []
     for pair in pairs:
-        value = (pair.master if unscaled else pair.weight).grad
+        value = given(pair)
         if value is None:
             continue
         if type(value) is torch.Tensor and value.is_contiguous() and pair.master.is_contiguous():
@@ -94,19 +95,19 @@ def measured(
     norms.setdefault(None, []).extend(_cast_norms(gradients, scratch))
     for each in gradients:
         if not each.needs_cast:
-            values = each.value._values() if each.is_sparse else each.value  # noqa: SLF001
-            norms[sharing_of(each.pair.weight)].append(torch.linalg.vector_norm(values))
+            norm = torch.linalg.vector_norm(_values(each))
+            norms[sharing_of(each.pair.weight)].append(norm)
     norm = _total(norms)
     if math.isfinite(norm):
         return Measured(norm=norm)
-    bad = {id(each.pair) for each in gradients if not _is_finite(each.value)}
+    bad = {id(each.pair) for each in gradients if not is_finite(_values(each))}
     flags = any_of([id(pair) in bad for pair in pairs], [key for key in norms if key is not None])
     if any(flags):
         named = tuple(pair.name for pair, flag in zip(pairs, flags, strict=True) if flag)
         return Measured(norm=norm, nonfinite=named)
     norms = {key: [] for key in norms}
     for each in gradients:
-        values = each.value._values() if each.is_sparse else each.value  # noqa: SLF001
+        values = _values(each)
         wide = torch.complex128 if values.is_complex() else torch.float64
         again = torch.linalg.vector_norm(values, dtype=wide)
         norms[sharing_of(each.pair.weight)].append(again)
@@ -145,17 +146,21 @@ def _norms(values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _total(norms: dict[Sharing | None, list[torch.Tensor]]) -> float:
-    total = 0.0
+    """The norm of norms. The one number of a step that is read, and so waited for."""
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for sharing, held in norms.items():
-        square = torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64, device="cpu")
         for device in dict.fromkeys(each.device for each in held):
             here = torch.cat([each.view(-1) for each in held if each.device == device])
             # FP64 from here on: the square of an FP32 norm may be no FP32 number.
             square = square.to(device) + here.double().square().sum()
-        total += float(square if sharing is None else sum_of(square, sharing))
-    return math.sqrt(total) if total >= 0 else math.nan
+        square = square if sharing is None else sum_of(square, sharing)
+        total = total.to(square.device) + square
+    found = float(total)
+    return math.sqrt(found) if found >= 0 else math.nan
 
 
-def _is_finite(value: torch.Tensor) -> bool:
-    values = value._values() if value.is_sparse else value  # noqa: SLF001 -- it is coalesced
-    return bool(torch.isfinite(values).all())
+def _values(gradient: Gradient) -> torch.Tensor:
+    if gradient.is_sparse:
+        return gradient.value._values()  # noqa: SLF001 -- it is coalesced
+    return gradient.value

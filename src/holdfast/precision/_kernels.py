@@ -3,7 +3,7 @@
 Each of them works element by element, so that a step of a part is bit for bit a part of the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -23,6 +23,10 @@ class Held:
     buffers: tuple[torch.Tensor, ...]
     step: torch.Tensor | None = None
     is_first: bool = False
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.buffers if self.step is None else (*self.buffers, self.step)
 
 
 Kernel = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Held]], None]
@@ -47,17 +51,25 @@ def kind_of(inner: Optimizer) -> Kind | None:
 
     BF16 ones are there only if their masters are made of remainders."""
     kind = _KINDS.get(type(inner))
-    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)  # noqa: SLF001
-    if kind is None or any(hooks):
+    if kind is None or has_hooks(inner) or not are_fused(inner.param_groups):
         return None
     for group in inner.param_groups:
-        if not group["fused"] or group["differentiable"]:
-            return None
         for parameter in group["params"]:
             local = local_of(parameter)
             if local.dtype not in {torch.float32, torch.bfloat16} or not is_dense(local):
                 return None
     return kind
+
+
+def are_fused(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a kernel steps all of these groups, if their optimizer has one."""
+    return all(group.get("fused") and not group.get("differentiable") for group in groups)
+
+
+def has_hooks(inner: Optimizer) -> bool:
+    """Whether it has hooks of its own, which are called by its own ``step()``."""
+    hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)  # noqa: SLF001
+    return any(hooks)
 
 
 def _hold_adam(inner: Optimizer, group: dict[str, Any], pair: Pair) -> Held:
@@ -73,7 +85,7 @@ def _begin_adam(inner: Optimizer, group: dict[str, Any], pair: Pair) -> None:
     stand_in = pair.master
     if pair.remainder is not None:
         # Of one element: what is as large as the master for a moment leaves a hole in memory.
-        one = torch.zeros((), device=pair.master.device)
+        one = torch.zeros((), dtype=torch.float32, device=pair.master.device)
         stand_in = nn.Parameter(one.expand(pair.master.shape))
     gradient, stand_in.grad = stand_in.grad, stand_in.detach()  # it is only asked whether it is
     inner._init_group({**group, "params": [stand_in]}, *([] for _ in range(6)))  # noqa: SLF001

@@ -19,7 +19,8 @@ from holdfast.precision._blocks import is_dense
 from holdfast.precision._options import MasterStorage
 from holdfast.precision._remainder import joined, rounded, split_into
 
-FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
+NARROW: Final = (torch.float16, torch.bfloat16)
+FLOATS: Final = (*NARROW, torch.float32)
 """The dtypes that are changed. Others, as FP64, stay what they are."""
 
 
@@ -29,7 +30,8 @@ class Pair:
     """A parameter of the model and where its master is.
 
     ``master`` is in the optimizer's groups, at ``place``: the weight itself if it is not split or
-    has a ``remainder``. ``stays``: its dtype is never changed.
+    has a ``remainder``. ``stays``: its dtype is never changed. ``written``: what the weight looked
+    like when it was last made of its master.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Pair:
     stays: bool
     master: torch.Tensor
     remainder: torch.Tensor | None = None
+    written: tuple[int, int] = (0, 0)
 
     @property
     def is_split(self) -> bool:
@@ -46,16 +49,17 @@ class Pair:
 
     @property
     def value(self) -> torch.Tensor:
-        """The master: the live one, or made of a remainder."""
-        if self.remainder is None:
-            return self.master
-        return joined(self.weight.detach(), self.remainder)
-
-    def cast(self, value: torch.Tensor) -> torch.Tensor:
-        """What the weight is if the master is ``value``."""
+        """The master: the live one, or a new one, made of a remainder or of what something else has
+        written to the weight."""
         if self.remainder is not None:
-            return rounded(value)
-        return value.to(self.weight.dtype)
+            changed = self.is_changed
+            return joined(self.weight.detach(), self._kept() if changed else self.remainder)
+        return self._followed() if self.is_changed else self.master
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the master's value."""
+        return torch.float32 if self.remainder is not None else self.master.dtype
 
     def fill(self, value: torch.Tensor) -> None:
         """Give master and weight this value, in place."""
@@ -66,10 +70,51 @@ class Pair:
                     self.weight,
                     self.remainder,
                 )
+                self.note()
                 return
             self.master.copy_(value)
-            if self.is_split:
-                self.weight.copy_(self.master)
+            self.cast()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def cast(self) -> None:
+        """Make the weight of the master."""
+        if self.is_split:
+            self.weight.copy_(self.master)
+            self.note()
+
+    def note(self) -> None:
+        """The weight was made of the master just now."""
+        self.written = self._now()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something else has written to the weight since, as far as torch counts it."""
+        is_apart = self.is_split or self.remainder is not None
+        return is_apart and self.written != self._now()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def follow(self) -> None:
+        """Have the master take what something else has written to the weight. Where the weight is
+        still the master, rounded, that keeps its bits."""
+        if self.remainder is not None:
+            self.remainder.copy_(self._kept())
+        else:
+            self.master.copy_(self._followed())
+        self.note()
+
+    def _followed(self) -> torch.Tensor:
+        weight, master = self.weight.detach(), self.master.detach()
+        return torch.where(master.to(weight.dtype) != weight, weight.to(master.dtype), master)
+
+    def _kept(self) -> torch.Tensor:
+        """The remainder of a weight that was written to. It is less than the weight can tell, but
+        for numbers that have no lesser bits: with them it would be no number."""
+        weight = self.weight.detach()
+        assert self.remainder is not None  # noqa: S101 -- for mypy
+        return self.remainder.masked_fill((weight == 0) | ~torch.isfinite(weight), 0)
+
+    def _now(self) -> tuple[int, int]:
+        return self.weight._version, self.weight.data_ptr()  # noqa: SLF001 -- nothing public tells
 
 
 @final
@@ -86,11 +131,15 @@ class Masters:
         return iter(self.pairs)
 
     def adopt(self, names: Sequence[Sequence[str]], stays: Callable[[nn.Parameter], bool]) -> None:
-        """Make pairs of the last groups, as many as have names; dtypes are as they were."""
+        """Make pairs of the last groups, as many as have names; dtypes are as they were. Raises
+        ``ValueError`` for a weight that has a pair already."""
+        known = {id(pair.weight): pair.name for pair in self.pairs}
         first = len(self._inner.param_groups) - len(names)
         for index, of_group in enumerate(names, start=first):
             weights = self._inner.param_groups[index]["params"]
             for position, (name, weight) in enumerate(zip(of_group, weights, strict=True)):
+                if id(weight) in known:
+                    raise ValueError(f"{known[id(weight)]!r} is in the optimizer already")
                 self.pairs.append(
                     Pair(
                         name=name,
@@ -122,24 +171,28 @@ class Masters:
                 source = source.contiguous()  # torch's fused kernels would step the gaps
             state = self._inner.state.pop(weight, None)
             if wanted is torch.float32:
-                if weight.dtype is not torch.float32:
-                    set_data(weight, source)
+                gaps = not isinstance(weight, DTensor) and not is_dense(source)
+                if gaps or weight.dtype is not torch.float32:
+                    set_data(weight, source.contiguous() if gaps else source)
             elif self._storage == "remainder":
                 upper = torch.empty_like(source, dtype=wanted)
                 pair.remainder = torch.empty_like(source, dtype=torch.int16)
                 split_into(source.clone(), upper, pair.remainder)
                 set_data(weight, upper)
+                pair.note()
             else:
                 pair.master = nn.Parameter(source, requires_grad=weight.requires_grad)
                 set_data(weight, source.to(wanted))
+                pair.note()
             self._put(pair, state)
 
     def merge(self) -> None:
         """Make every weight FP32 and its own master, without copying a master. Idempotent."""
         for pair in self.pairs:
-            if pair.is_split or pair.remainder is not None:
+            if pair.is_split or pair.remainder is not None or pair.weight.dtype in NARROW:
+                value = pair.value.detach().float()
                 state = self._inner.state.pop(pair.master, None)
-                set_data(pair.weight, pair.value.detach())
+                set_data(pair.weight, value)
                 pair.master, pair.remainder = pair.weight, None
                 self._put(pair, state)
 
@@ -153,14 +206,40 @@ class Masters:
 def set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
     """Give a parameter other memory and another dtype; its gradient follows."""
     gradient, parameter.grad = parameter.grad, None
+    followed = parameter.grad_dtype is parameter.dtype
     parameter.data = data
+    if followed and parameter.grad_dtype is not data.dtype:  # it stays where it was ever set
+        parameter.grad_dtype = data.dtype
     if gradient is not None:
-        parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or data.dtype)
+        parameter.grad = gradient.to(parameter.grad_dtype or data.dtype)
+
+
+def set_grad(parameter: torch.Tensor, gradient: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """Give a parameter a gradient of this dtype, which may be another than its own."""
+    parameter.grad = None
+    parameter.grad_dtype = dtype
+    parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """This rank's part of a tensor, whose collectives are waited for."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_cast(master: torch.Tensor, weight: torch.Tensor, *, half_up: bool) -> bool:
+    """Whether this rank's part of a weight is its master, rounded; ``half_up`` as remainders are,
+    or else to even."""
+    value, found = local_of(master), local_of(weight)
+    if half_up and found.dtype is torch.bfloat16 and value.dtype is torch.float32:
+        return bool(torch.equal(rounded(value), found))
+    return bool(torch.equal(value.to(found.dtype), found))
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all of this rank's part is."""
+    value = local_of(tensor)
+    # A sum is not finite if anything in it is not, and takes half the time.
+    return bool(torch.isfinite(value.sum())) or bool(torch.isfinite(value).all())
 
 
 def _as_fp32(value: Any) -> Any:

@@ -9,9 +9,11 @@ import torch
 
 from holdfast import _checks
 from holdfast.errors import ValidationError
+from holdfast.precision._masters import NARROW
 from holdfast.precision._optimizer import MixedPrecisionOptimizer
+from holdfast.precision._problems import listed
 from holdfast.precision._scaler import ScalerState
-from holdfast.precision._state import apply_tree, listed, problems_of, tree_of
+from holdfast.precision._state import apply_tree, problems_of, tree_of
 
 _SCALER: Final = {
     "scale": "scale",
@@ -38,7 +40,7 @@ def take_over(
     changed.
     """
     _checks.instance("optimizer", optimizer, MixedPrecisionOptimizer)
-    now = tree_of(optimizer)
+    now = tree_of(optimizer, live=True)
     problems: list[str] = []
     tree = replace(now, scaler=_scaler(grad_scaler_state, now.scaler, problems))
     if optimizer_state is not None:
@@ -108,6 +110,6 @@ def _named(
 
 def _as_master(value: Any) -> Any:
     """State that was kept in 16 bits, of a model that was trained so, is that of FP32 masters."""
-    if isinstance(value, torch.Tensor) and value.dtype in {torch.float16, torch.bfloat16}:
+    if isinstance(value, torch.Tensor) and value.dtype in NARROW:
         return value.float()
     return value

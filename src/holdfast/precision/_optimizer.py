@@ -1,38 +1,43 @@
 """An optimizer that keeps FP32 masters of a model's 16-bit weights. Knows the order of things; what
-they are is in the modules it puts together.
-"""
+they are is in the modules it puts together."""
 
 import dataclasses
+import logging
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.errors import ValidationError
-from holdfast.precision._accepting import check_arguments, refuse_ddp
+from holdfast.precision._accepting import (
+    check_arguments,
+    refuse_closure,
+    refuse_ddp,
+    refuse_other_model,
+    warn,
+)
 from holdfast.precision._accumulating import add_up_in_fp32, refuse_ddp_when_called
-from holdfast.precision._blocked_step import BlockedStep
 from holdfast.precision._boundaries import Boundaries
-from holdfast.precision._fallback import Rewrap, fall_back, refusal, to_fp32, to_training
-from holdfast.precision._gradients import Measured, divisor_of, gradients_of
-from holdfast.precision._kernels import kind_of
+from holdfast.precision._fallback import Rewrap, is_due, must_rewrap, refusal, to_fp32, to_training
+from holdfast.precision._gradients import divisor_of, gradients_of
+from holdfast.precision._loading import load_state, state_of
 from holdfast.precision._masters import Masters, Pair
 from holdfast.precision._naming import names_of, unwrapped
 from holdfast.precision._options import MixedPrecisionOptions
-from holdfast.precision._plain_step import PlainStep
-from holdfast.precision._result import MixedPrecisionStats, StepResult
+from holdfast.precision._result import MixedPrecisionStats, StepResult, stats_of
 from holdfast.precision._scaler import DynamicLossScaler
-from holdfast.precision._state import (
-    MastersFrom,
-    StateTree,
-    apply_tree,
-    listed,
-    problems_of,
-    tree_of,
-)
-from holdfast.precision._wrappers import check_sharded, is_sharded
+from holdfast.precision._state import MastersFrom
+from holdfast.precision._stepping import Stepping, stepping_of
+from holdfast.precision._unscaling import Unscaling
+from holdfast.precision._wrappers import check_sharded, is_sharded, share_masters
+
+if TYPE_CHECKING:
+    from holdfast.precision._moment import Moment
+
+_log: Final = logging.getLogger("holdfast.precision")
 
 
 @final
@@ -41,8 +46,8 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
     were made for become FP16 or BF16. Schedulers take it for the optimizer it is.
 
     ``model`` gives names to parameters, its norms stay FP32, its buffers and frozen parameters get
-    the dtype too, and what it is called with is cast. ``rewrap`` is called if a wrapped model must
-    go on in FP32: it is given the model without its wrapper, and returns it wrapped anew.
+    the dtype too, and what it is called with is cast. ``rewrap`` is called if a model under DDP
+    must go on in FP32: it is given the model without its wrapper, and returns it wrapped anew.
 
     A model is wrapped in DDP afterwards. Under FSDP2 its FP32 parameters are the masters, and its
     ``MixedPrecisionPolicy`` casts them. Every rank makes the same calls. Not thread-safe.
@@ -64,23 +69,28 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
         self.step_count = 0
         self.skipped_steps = 0
         self.has_fallback = False
+        self.moments: weakref.WeakSet[Moment] = weakref.WeakSet()
         self._rewrap = rewrap
-        self._is_unscaled = False
+        self.unscaling = Unscaling()
+        self._has_shared = False
         self.masters = Masters(optimizer, self.options.precision.dtype, self.options.master_storage)
         self._boundaries: Boundaries | None = None
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._is_sharded = is_sharded(weights)
+        refuse_other_model(weights, model)
         if self._is_sharded:
             check_sharded(weights, model, self.options)
         elif model is not None:
             self._boundaries = Boundaries(unwrapped(model), self.options)
         self._adopt(names_of(optimizer.param_groups, model))
         self._refuse_ddp(self.masters.pairs)
+        warn(weights, self.options)
         self._split()
         if self._boundaries is not None:
             self._boundaries.install()
             if self.options.grad_accumulation == "fp32":
                 refuse_ddp_when_called(unwrapped(model), self.masters.pairs)
+        optimizer._is_taken_over = True  # noqa: SLF001
         # As an optimizer that is unpickled: hooks and the wrapped step, and no groups of its own.
         self.__setstate__({"defaults": optimizer.defaults})
 
@@ -97,7 +107,8 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
 
     @property
     def master_weights(self) -> Mapping[str, torch.Tensor]:
-        """The masters by name: the live ones, or, of remainders, copies."""
+        """The masters by name: the live ones, or copies, of remainders and of weights that
+        something else than a step has written to."""
         return {pair.name: pair.value for pair in self.masters}
 
     @property
@@ -111,25 +122,9 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def unscale_(self) -> None:
-        """Give the masters FP32 gradients without the loss scale (``master_weights[name].grad``),
-        to be looked at, clipped or changed before ``step``. Once per step.
-
-        A weight that is its own master has its gradient divided in place, as has one with a
-        remainder.
-        """
-        if self._is_unscaled:
-            raise RuntimeError("unscale_() was called already since the last step() or zero_grad()")
-        for pair in self.masters:
-            gradient = pair.weight.grad
-            if gradient is None:
-                continue
-            if not pair.is_split:
-                gradient.div_(self.scaler.scale)
-            elif gradient.is_sparse:
-                pair.master.grad = gradient.float().coalesce() / self.scaler.scale
-            else:
-                pair.master.grad = gradient.float() / self.scaler.scale
-        self._is_unscaled = True
+        """Make the gradients of the model's parameters FP32, without the loss scale, to be looked
+        at, clipped or changed before ``step``. Once per step. Those of the masters are the same."""
+        self.unscaling.show(self.masters, self.scaler.scale)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: None = None) -> StepResult:
@@ -140,38 +135,50 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
         in place. Raises ``FallbackRequiresRewrapError`` if the model should go on in FP32 and
         cannot.
         """
-        if closure is not None:
-            raise ValueError(
-                "closures are refused: step() could not undo what a closure did if its gradients "
-                "overflow; call scale_loss(loss).backward() and then step()"
-            )
-        gradients = gradients_of(self.masters, unscaled=self._is_unscaled)
-        scale = 1.0 if self._is_unscaled else self.scaler.scale
+        refuse_closure(closure)
+        gradients = gradients_of(self.masters, self.unscaling.gradient)
+        self.before_change()
+        for pair in self.masters:
+            if pair.is_changed:
+                pair.follow()
+        if not self._has_shared:  # a model is wrapped after the optimizer was made
+            share_masters(self.masters.pairs)
+        self._has_shared = True
+        if gradients:
+            self.scaler.check_heeded()
+        scale = 1.0 if self.unscaling.is_done else self.scaler.scale
+        if not self._stepping.is_right():
+            self.choose_step()
         found = self._stepping.measure(gradients, self.masters.pairs)
-        result = self._result(found, scale)
+        result = StepResult(
+            applied=not found.is_overflow,
+            scale=self.scaler.scale,
+            grad_norm=found.norm / scale,
+            nonfinite=found.nonfinite,
+        )
         if result.applied:
             divisor = divisor_of(found.norm, scale, self.options.max_grad_norm)
             self._stepping.apply(gradients, divisor)
-        self._forget_unscaled()
+        self.unscaling.end(self.masters)
         self.step_count += 1
         self.skipped_steps += not result.applied
         self.scaler.update(overflow=not result.applied)
-        if not self._must_fall_back():
+        if self.has_fallback or not is_due(self.options, self.scaler.state):
             return result
-        overflows = self.scaler.state.consecutive_overflows
-        self.model = fall_back(self.masters, self._boundaries, self.model, self._rewrap, overflows)
-        self._fallen_back()
+        self._fall_back()
         return dataclasses.replace(result, fell_back=True)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the model's parameters, and of the masters."""
-        self._forget_unscaled()
+        self.unscaling.end(self.masters)
         for pair in self.masters:
             if set_to_none or pair.weight.grad is None:
                 pair.weight.grad = None
             else:
                 pair.weight.grad.zero_()
+            if pair.is_split:
+                pair.master.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ``ValueError`` with nothing added if the dtype of the new weights
@@ -182,29 +189,28 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
             new = self.inner.param_groups[-1]
             if is_sharded(new["params"]) != self._is_sharded:
                 raise ValueError("parameters are sharded by FSDP2 all of them, or none")  # noqa: TRY301
-            taken = [pair.name for pair in self.masters]
-            first = len(self.inner.param_groups) - 1
-            names = names_of([new], self.model, taken=taken, first=first)
-            self._adopt(names)
+            taken, first = [*self.training_weights], len(self.inner.param_groups) - 1
+            self._adopt(names_of([new], self.model, taken=taken, first=first))
             self._refuse_ddp(self.masters.pairs[before:])
+            remainders = self.options.master_storage == "remainder" and not self.has_fallback
+            stepping_of(self.inner, remainders=remainders)
         except ValueError:
             del self.inner.param_groups[-1], self.masters.pairs[before:]
             raise
         self._split()
 
     def get_stats(self) -> MixedPrecisionStats:
-        return MixedPrecisionStats(
-            step_count=self.step_count,
-            skipped_steps=self.skipped_steps,
-            has_fallback=self.has_fallback,
-            loss_scaler=self.scaler.get_stats(),
-        )
+        return stats_of(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Masters, the state of the optimizer inside, scaler, counts, options, by the names of
         parameters. Tensors are the live ones. Training weights are left out: they are the masters'
         casts."""
-        return {**tree_of(self).plain(), "training": {}}
+        return state_of(self)
+
+    def live_state_dict(self) -> dict[str, Any]:
+        """The same, but with the masters as they are, whatever was written to the weights."""
+        return state_of(self, live=True)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, masters_from: MastersFrom = "checkpoint"
@@ -214,18 +220,7 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
         ``masters_from="model"``: keep the model's weights and make the masters of them. Raises
         ``ValidationError`` with all that does not fit.
         """
-        try:
-            tree = StateTree.from_plain(state_dict)
-        except ValueError as error:
-            raise ValidationError(
-                f"cannot load this state: {error}. Nothing was changed"
-            ) from error
-        problems = problems_of(self, tree, masters_from=masters_from)
-        if problems:
-            raise ValidationError(
-                f"this state does not fit the optimizer; nothing was changed:{listed(problems)}"
-            )
-        apply_tree(self, tree, masters_from=masters_from)
+        load_state(self, state_dict, masters_from)
 
     def set_fallback(self, *, fallback: bool) -> None:
         """Give the model the dtypes it has after a fallback, or before, for a state that was saved
@@ -233,12 +228,26 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
         why = refusal(self.masters)
         if why is not None:
             raise ValidationError(f"the model's dtype must change, as it was when saved, but {why}")
+        self.before_change()
         if fallback:
             to_fp32(self.masters, self._boundaries)
         else:
             to_training(self.masters, self._boundaries, self.options.precision.dtype)
         self.has_fallback = fallback
+        self._accumulate()
         self.choose_step()
+
+    def choose_step(self) -> None:
+        """Look again at how the optimizer inside is stepped, as its groups or state are others."""
+        remainders = any(pair.remainder is not None for pair in self.masters)
+        self._stepping: Stepping = stepping_of(self.inner, remainders=remainders)
+
+    def before_change(self) -> None:
+        """Masters, weights or state are about to change: whoever keeps them as they are copies
+        them now."""
+        for moment in [*self.moments]:
+            moment.copy()
+        self.moments.clear()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -257,41 +266,27 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
             refuse_ddp([pair.weight for pair in pairs])
 
     def _split(self) -> None:
-        if not self.has_fallback:
+        if self.has_fallback:
+            self.masters.merge()
+        else:
             self.masters.split()
         if self._boundaries is not None:
             self._boundaries.cast_rest({id(pair.weight) for pair in self.masters})
-        if self.options.grad_accumulation == "fp32":
-            add_up_in_fp32(self.masters.pairs)
+        self._accumulate()
         self.choose_step()
 
-    def choose_step(self) -> None:
-        """Look again at how the optimizer inside is stepped, as its groups or state are others."""
-        kind = kind_of(self.inner)
-        self._stepping = PlainStep(self.inner) if kind is None else BlockedStep(self.inner, kind)
+    def _accumulate(self) -> None:
+        if self.options.grad_accumulation == "fp32":
+            add_up_in_fp32(self.masters.pairs)
 
-    def _fallen_back(self) -> None:
+    def _fall_back(self) -> None:
+        overflows = self.scaler.state.consecutive_overflows
+        rewrap = None if self.model is None else self._rewrap
+        is_wrapped = must_rewrap(self.masters, overflows, can_rewrap=rewrap is not None)
+        to_fp32(self.masters, self._boundaries)
         self.has_fallback = True
         self.scaler.retire()
         self.choose_step()
-
-    def _must_fall_back(self) -> bool:
-        most = self.options.max_consecutive_overflows
-        if most is None or self.has_fallback:
-            return False
-        is_narrow = self.options.precision.dtype is not torch.float32
-        return is_narrow and self.scaler.state.consecutive_overflows >= most
-
-    def _result(self, found: Measured, scale: float) -> StepResult:
-        return StepResult(
-            applied=not found.is_overflow,
-            scale=self.scaler.scale,
-            grad_norm=found.norm / scale,
-            nonfinite=found.nonfinite,
-        )
-
-    def _forget_unscaled(self) -> None:
-        for pair in self.masters if self._is_unscaled else ():
-            if pair.is_split:
-                pair.master.grad = None
-        self._is_unscaled = False
+        _log.warning("%d steps in a row overflowed: the model goes on in FP32", overflows)
+        if is_wrapped and rewrap is not None:
+            self.model = rewrap(unwrapped(self.model))

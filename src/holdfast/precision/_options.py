@@ -3,8 +3,8 @@
 import dataclasses
 import enum
 import fnmatch
-from collections.abc import Iterable
-from typing import Any, Final, Literal, Self, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, Self, TypeVar, get_args
 
 import msgspec
 import torch
@@ -13,8 +13,13 @@ from holdfast import _checks
 
 __all__ = ["GradAccumulation", "MasterStorage", "MixedPrecisionOptions", "Precision"]
 
+T = TypeVar("T")
+
 GradAccumulation = Literal["training", "fp32"]
 MasterStorage = Literal["fp32", "remainder"]
+
+LEAST_SCALE: Final = 2.0**-126
+"""The least that is an FP32 number with all its digits: gradients are divided by it."""
 
 NORMS: Final = (
     *("*LayerNorm", "*RMSNorm", "*GroupNorm", "*BatchNorm", "*BatchNorm?d"),
@@ -83,7 +88,8 @@ class MixedPrecisionOptions:
         self._set("precision", _precision(self.precision))
         for name in ("dynamic_scaling", "cast_inputs"):
             _checks.instance(name, getattr(self, name), bool)
-        self._set("min_scale", _positive("min_scale", self.min_scale))
+        _positive("min_scale", self.min_scale)
+        self._set("min_scale", _checks.between("min_scale", self.min_scale, LEAST_SCALE))
         self._set("max_scale", _checks.between("max_scale", self.max_scale, self.min_scale))
         scale = _checks.between("initial_scale", self.initial_scale, self.min_scale, self.max_scale)
         self._set("initial_scale", scale)
@@ -149,13 +155,23 @@ class MixedPrecisionOptions:
     @classmethod
     def from_plain(cls, plain: object) -> Self:
         """Raises ``ValueError`` for what is no such dict."""
-        try:
-            return msgspec.convert(plain, cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"these are no MixedPrecisionOptions: {error}") from error
+        return converted(plain, cls, "these are no MixedPrecisionOptions")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def converted(plain: object, kind: type[T], refusal: str) -> T:
+    """A dict of plain values as a dataclass. Raises ``ValueError``, which begins as told."""
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"{refusal}: it is no dict")  # noqa: TRY004 -- it is the value that is wrong
+    for name, value in plain.items():  # msgspec would take one for something that has items
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f"{refusal}: {name} is a tensor")  # noqa: TRY004
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{refusal}: {error}") from error
 
 
 def _precision(value: object) -> Precision:

@@ -24,6 +24,9 @@ class PlainStep:
         self._scratch = Scratch()
         self._held: dict[torch.Tensor, torch.Tensor] = {}
 
+    def is_right(self) -> bool:
+        return True
+
     def measure(self, gradients: Sequence[Gradient], pairs: Sequence[Pair]) -> Measured:
         return measured(gradients, pairs, self._scratch)
 
@@ -43,14 +46,19 @@ class PlainStep:
                 each.pair.weight.grad = value
             elif value is not local_of(each.pair.weight.grad):  # laid out anew
                 local_of(each.pair.weight.grad).copy_(value)
-        self._inner.step()
         split = [each.pair for each in gradients if each.pair.is_split]
-        for pair in split:
-            pair.master.grad = None
-        if split:  # torch refuses to copy nothing
-            torch._foreach_copy_(
-                [pair.weight.detach() for pair in split], [pair.master.detach() for pair in split]
-            )
+        try:
+            self._inner.step()
+        finally:  # also of a step that failed: a weight must never be other than its master
+            for pair in split:
+                pair.master.grad = None
+            if split:  # torch refuses to copy nothing
+                torch._foreach_copy_(
+                    [pair.weight.detach() for pair in split],
+                    [pair.master.detach() for pair in split],
+                )
+            for pair in split:
+                pair.note()
 
     def _cast(self, gradients: Sequence[Gradient], factor: float) -> None:
         """Cast 16-bit gradients and multiply them, each block while it is in the cache."""

@@ -7,9 +7,10 @@ from holdfast import _checks
 from holdfast.errors import ValidationError
 from holdfast.precision._checkpoint import MixedPrecisionCheckpoint
 from holdfast.precision._files import load_checkpoint
+from holdfast.precision._loading import check_choice
 from holdfast.precision._optimizer import MixedPrecisionOptimizer
-from holdfast.precision._state import MastersFrom, apply_tree, listed, problems_of
-from holdfast.precision._validating import structure_problems
+from holdfast.precision._problems import listed
+from holdfast.precision._state import MastersFrom, apply_tree, problems_of
 
 
 def restore_checkpoint(
@@ -32,10 +33,9 @@ def restore_checkpoint(
     """
     _checks.instance("optimizer", optimizer, MixedPrecisionOptimizer)
     _checks.instance("checkpoint", checkpoint, MixedPrecisionCheckpoint)
-    if masters_from not in {"checkpoint", "model"}:
-        raise ValueError(f"masters_from must be 'checkpoint' or 'model', not {masters_from!r}")
+    check_choice(masters_from)
     tree = checkpoint.tree()
-    problems = structure_problems(checkpoint) or problems_of(
+    problems = problems_of(
         optimizer, tree, weights=restore_weights, state=restore_state, masters_from=masters_from
     )
     if problems:

@@ -1,8 +1,12 @@
 """What a step did, and what all of them did, as values."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from holdfast.precision._scaler import LossScalerStats
+
+if TYPE_CHECKING:
+    from holdfast.precision._optimizer import MixedPrecisionOptimizer
 
 __all__ = ["MixedPrecisionStats", "StepResult"]
 
@@ -44,3 +48,12 @@ class MixedPrecisionStats:
     def skip_rate(self) -> float:
         """Of all steps; 0 before the first."""
         return self.skipped_steps / self.step_count if self.step_count else 0.0
+
+
+def stats_of(optimizer: "MixedPrecisionOptimizer") -> MixedPrecisionStats:
+    return MixedPrecisionStats(
+        step_count=optimizer.step_count,
+        skipped_steps=optimizer.skipped_steps,
+        has_fallback=optimizer.has_fallback,
+        loss_scaler=optimizer.scaler.get_stats(),
+    )

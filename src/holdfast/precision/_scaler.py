@@ -5,13 +5,15 @@ gradient that is finite then writes infinity into the weights. This one stays wh
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
-import msgspec
 import torch
 
-from holdfast.precision._options import MixedPrecisionOptions
+from holdfast.precision._options import LEAST_SCALE, MixedPrecisionOptions, converted
+
+_log: Final = logging.getLogger("holdfast.precision")
 
 __all__ = ["DynamicLossScaler", "LossScalerStats", "ScalerState"]
 
@@ -60,10 +62,7 @@ class ScalerState:
     @classmethod
     def from_plain(cls, plain: object) -> "ScalerState":
         """Raises ``ValueError`` for what is no such dict, or holds numbers no scaler can have."""
-        try:
-            state = msgspec.convert(plain, cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"this is no state of a loss scaler: {error}") from error
+        state = converted(plain, cls, "this is no state of a loss scaler")
         problems = state.problems()
         if problems:
             raise ValueError(f"this is no state of a loss scaler: {'; '.join(problems)}")
@@ -76,7 +75,7 @@ class ScalerState:
             *("consecutive_overflows", "total_overflows"),
         )
         found = [f"{name} is {getattr(self, name)}" for name in counts if getattr(self, name) < 0]
-        if not 0 < self.scale < float("inf"):
+        if not LEAST_SCALE <= self.scale < float("inf"):
             found.append(f"scale is {self.scale}")
         elif self.dynamic and not self.min_scale <= self.scale <= self.max_scale:
             found.append(f"scale {self.scale:g} is not in {self.min_scale:g}..{self.max_scale:g}")
@@ -144,19 +143,32 @@ class DynamicLossScaler:
 
     def __init__(self, options: MixedPrecisionOptions | None = None) -> None:
         self.state = ScalerState.of(options or MixedPrecisionOptions.for_fp16())
+        self._is_heeded = False
 
     @property
     def scale(self) -> float:
         return self.state.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """In FP32: 2¹⁶ times anything of FP16 is infinite."""
-        return loss.float() * self.scale
+        """In FP32, or FP64 if it is: 2¹⁶ times anything of FP16 is infinite."""
+        self._is_heeded = True
+        wide = loss if loss.dtype is torch.float64 else loss.float()
+        return wide * self.scale
 
     def update(self, *, overflow: bool) -> float:
         """Take note of a step that overflowed or was applied; the scale of the next."""
         self.state = self.state.after(overflow=overflow)
         return self.scale
+
+    def check_heeded(self) -> None:
+        """Log once if gradients came that are divided by a scale nobody ever asked for."""
+        if self.scale != 1 and not self._is_heeded:
+            _log.warning(
+                "gradients are divided by the loss scale %g, but scale_loss() was never called: "
+                "call backward() of scale_loss(loss), or they are too small",
+                self.scale,
+            )
+        self._is_heeded = True
 
     def retire(self) -> None:
         """Stay at 1 from now on, as FP32 gradients need no scale. Goes on counting."""

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 
 from holdfast.catalog._shard_read import MAX_TABLE_BYTES, ChunkRun, OpenShard, read_bytes, read_runs
 from holdfast.catalog._shard_write import Source, write_shard
 from holdfast.contracts import SMALL_OBJECT_BYTES, Storage
-from holdfast.distributed._tensor_source import TensorSource
+from holdfast.distributed._tensor_source import TensorSource, rechunked
 from holdfast.distributed._tensors import (
     Unstorable,
     check_storable,
@@ -38,6 +39,7 @@ from holdfast.format import (
     digest,
     encode_value,
     header_bytes_needed,
+    numpy_dtype,
     parse_shard_header,
     parse_table,
     plan_shard,
@@ -51,16 +53,20 @@ _FIRST_BYTES: Final = 64 * 1024
 _NAME_CHARS: Final = 1000
 _ZIP: Final = b"PK\x03\x04"
 _VERSION_DIGITS: Final = 9
+_FLOATS: Final = {"F32", "F64", "C64", "C128"}
 
 
-def write_sealed(storage: Storage, key: str, tree: object, *, kind: str, version: int) -> None:
+def write_sealed(
+    storage: Storage, key: str, tree: object, *, kind: str, version: int, finite: str = ""
+) -> None:
     """Write the tree, visible, whole and durable on return; what was there before is replaced at
     that instant, and intact after an error. Tensors are read from where they are.
 
     ``kind`` and ``version`` are in the file's metadata, for ``read_sealed`` and for people.
-    ``SaveError`` for what cannot be stored, ``StorageError``.
+    ``finite`` is a part of the tree whose numbers must be. ``SaveError`` for what cannot be
+    stored, ``StorageError``.
     """
-    leaves = _Leaves()
+    leaves = _Leaves(finite)
     values = msgspec.json.encode(encode_value(tree, leaf=leaves.leaf, root="checkpoint"))
     if len(values) > SMALL_OBJECT_BYTES:
         raise SaveError(
@@ -97,6 +103,7 @@ def read_sealed(storage: Storage, key: str, *, kind: str, newest: int) -> tuple[
     if needed > len(header):
         header += read_bytes(storage, key, len(header), needed - len(header))
     layout = parse_shard_header(header[:needed], size, path=key)
+    _check_header(storage, key, layout)
     version = _version(layout, kind, newest)
     if layout.table_bytes > MAX_TABLE_BYTES:
         raise LoadError(
@@ -106,11 +113,19 @@ def read_sealed(storage: Storage, key: str, *, kind: str, newest: int) -> tuple[
     table = read_bytes(storage, key, layout.table_offset, layout.table_bytes)
     shard = OpenShard(key=key, layout=layout, table=parse_table(layout, table, path=key))
     reader = _Reader(storage, shard)
-    if reader.small(_SEAL, DIGEST_BYTES) != digest(layout.header):
-        raise CorruptedError("its header is not the one that was written")
+    reader.small(_SEAL, DIGEST_BYTES)  # which is proven by the chunk table, as all entries are
     tree = _tree(reader.small(_VALUES, SMALL_OBJECT_BYTES), reader)
     reader.fill()
     return version, tree
+
+
+def _check_header(storage: Storage, key: str, layout: ShardLayout) -> None:
+    """Before anything that the header says is believed. What has no seal is of another kind."""
+    for placed in layout.entries:
+        if placed.entry.name == _SEAL and placed.raw_bytes == DIGEST_BYTES:
+            found = read_bytes(storage, key, placed.offset, DIGEST_BYTES)
+            if found != digest(layout.header):
+                raise CorruptedError("its header is not the one that was written")
 
 
 def _version(layout: ShardLayout, kind: str, newest: int) -> int:
@@ -148,8 +163,9 @@ def _tree(data: bytes, reader: "_Reader") -> object:
 class _Leaves:
     """The tensors of a tree, each stored once however often it is there."""
 
-    def __init__(self) -> None:
-        self.sources: list[TensorSource] = []
+    def __init__(self, finite: str) -> None:
+        self._finite = finite
+        self.sources: list[Source] = []
         self._taken = {_VALUES, _SEAL}
         self._seen: dict[tuple[Any, ...], str] = {}
 
@@ -158,10 +174,11 @@ class _Leaves:
             return None
         key = identity(value)
         if key not in self._seen:
-            self._seen[key] = self._add(".".join(map(str, path)), value)
+            self._seen[key] = self._add(path, value)
         return LeafRef(kind="tensor", name=self._seen[key])
 
-    def _add(self, place: str, tensor: torch.Tensor) -> str:
+    def _add(self, path: ValuePath, tensor: torch.Tensor) -> str:
+        place = ".".join(map(str, path))
         if is_distributed(tensor):
             raise SaveError(
                 f"{place} is sharded over ranks, and this file is of one process; save with "
@@ -173,7 +190,9 @@ class _Leaves:
             raise SaveError(f"{place} {refusal}; nothing was saved") from None
         name = self._free(place.encode("utf-8", "backslashreplace").decode()[:_NAME_CHARS])
         entry = ShardEntry(name=name, dtype=dtype.code, shape=tuple(tensor.shape))
-        self.sources.append(TensorSource(entry=entry, tensor=memory))
+        source = TensorSource(entry=entry, tensor=memory)
+        is_checked = path[:1] == (self._finite,) and dtype.code in _FLOATS
+        self.sources.append(_FiniteSource(entry=entry, source=source) if is_checked else source)
         return name
 
     def _free(self, name: str) -> str:
@@ -185,12 +204,30 @@ class _Leaves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _FiniteSource:
+    """Looks at the numbers while they are in the cache, where it costs next to nothing."""
+
+    entry: ShardEntry
+    source: TensorSource
+
+    def chunks(self) -> Iterator[memoryview]:
+        dtype = numpy_dtype(self.entry.dtype)
+        for chunk in self.source.chunks():
+            numbers = np.frombuffer(chunk, dtype)
+            with np.errstate(all="ignore"):  # a sum is not finite if anything in it is not
+                is_finite = np.isfinite(numbers.sum()) or np.isfinite(numbers).all()
+            if not is_finite:
+                raise SaveError(f"{self.entry.name} is not finite; nothing was saved")
+            yield chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _BytesSource:
     entry: ShardEntry
     data: bytes
 
     def chunks(self) -> Iterator[memoryview]:
-        return iter([memoryview(self.data)])
+        return rechunked([memoryview(self.data)])
 
 
 def _bytes_entry(name: str, size: int) -> ShardEntry:

@@ -1,5 +1,4 @@
-"""Everything a MixedPrecisionOptimizer is, as one tree keyed by the names of parameters: read,
-compared and applied. Knows no file.
+"""A live optimizer as a ``StateTree``, and one made what a tree says. Knows no file.
 
 ``problems_of`` says all that keeps a tree from being applied, and changes nothing; ``apply_tree``
 makes whatever needs memory first and then only writes, so that it does not end half way.
@@ -7,87 +6,39 @@ makes whatever needs memory first and then only writes, so that it does not end 
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from holdfast.errors import SaveError
 from holdfast.precision._fallback import refusal
-from holdfast.precision._options import MixedPrecisionOptions
-from holdfast.precision._problems import state_problems, weight_problems
-from holdfast.precision._scaler import ScalerState
+from holdfast.precision._hyperparameters import new_values, set_values
+from holdfast.precision._masters import Pair
+from holdfast.precision._options import Precision
+from holdfast.precision._problems import state_problems, takes, weight_problems
+from holdfast.precision._state_tree import SCHEMA, StateTree
+from holdfast.precision._structure import kind_problems
+from holdfast.precision._uninterrupted import uninterrupted
 
 if TYPE_CHECKING:
     from holdfast.precision._optimizer import MixedPrecisionOptimizer
 
-SCHEMA: Final = 1
-
 MastersFrom = Literal["checkpoint", "model"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateTree:
-    """Everything a ``MixedPrecisionOptimizer`` is. Tensors are the live ones, not copies.
-
-    ``masters``: FP32, whole values; DTensors under FSDP2. ``training``: the weights, or none.
-    ``inner``: ``{"class": name, "state": {name: {...}}, "groups": [{..., "params": [names]}]}``.
+def tree_of(optimizer: "MixedPrecisionOptimizer", *, live: bool = False) -> StateTree:
+    """What ``optimizer`` is now; ``live``: whatever something else has written to its weights.
+    ``SaveError`` if it has state of something that is no parameter, which nobody could find again.
     """
-
-    version: int
-    options: MixedPrecisionOptions
-    masters: Mapping[str, torch.Tensor]
-    training: Mapping[str, torch.Tensor]
-    inner: Mapping[str, Any]
-    scaler: ScalerState
-    step_count: int
-    skipped_steps: int
-    has_fallback: bool
-
-    def plain(self) -> dict[str, Any]:
-        """As dicts of strings, numbers and tensors; ``from_plain`` makes the same tree of it."""
-        return {
-            "version": self.version,
-            "options": self.options.plain(),
-            "masters": dict(self.masters),
-            "training": dict(self.training),
-            "inner": dict(self.inner),
-            "scaler": self.scaler.plain(),
-            "step_count": self.step_count,
-            "skipped_steps": self.skipped_steps,
-            "has_fallback": self.has_fallback,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "StateTree":
-        """Raises ``ValueError`` for what is no such tree."""
-        version = plain.get("version")
-        if not isinstance(version, int):
-            raise ValueError("this is no state of a MixedPrecisionOptimizer: it has no version")  # noqa: TRY004
-        if version > SCHEMA:
-            raise ValueError(f"its version is {version}, and this holdfast knows {SCHEMA}")
-        missing = [name for name in cls.__slots__ if name not in plain and name != "training"]
-        if missing:
-            raise ValueError(f"it has no {', '.join(missing)}")
-        for name in ("masters", "inner"):
-            if not isinstance(plain[name], Mapping):
-                raise ValueError(f"{name} is no dict")  # noqa: TRY004 -- it is the value that is wrong
-        return cls(
-            version=version,
-            options=MixedPrecisionOptions.from_plain(plain["options"]),
-            masters=plain["masters"],
-            training=plain.get("training", {}),
-            inner=plain["inner"],
-            scaler=ScalerState.from_plain(plain["scaler"]),
-            step_count=int(plain["step_count"]),
-            skipped_steps=int(plain["skipped_steps"]),
-            has_fallback=bool(plain["has_fallback"]),
-        )
-
-
-def tree_of(optimizer: "MixedPrecisionOptimizer") -> StateTree:
-    """What ``optimizer`` is now."""
     inner = optimizer.inner
+    known = {id(pair.master) for pair in optimizer.masters}
+    strange = [key for key in inner.state if id(key) not in known]
+    if strange:
+        raise SaveError(
+            f"{type(inner).__name__} keeps state under {strange[0]!r:.60}, which is none of its "
+            "parameters; such state cannot be saved"
+        )
     names = {pair.place: pair.name for pair in optimizer.masters}
     state = {
         pair.name: dict(inner.state[pair.master])
@@ -104,7 +55,7 @@ def tree_of(optimizer: "MixedPrecisionOptimizer") -> StateTree:
     return StateTree(
         version=SCHEMA,
         options=optimizer.options,
-        masters={pair.name: pair.value.detach() for pair in optimizer.masters},
+        masters={p.name: _master(p, live=live).detach() for p in optimizer.masters},
         training={pair.name: pair.weight.detach() for pair in optimizer.masters},
         inner={"class": type(inner).__name__, "state": state, "groups": groups},
         scaler=optimizer.scaler.state,
@@ -112,6 +63,10 @@ def tree_of(optimizer: "MixedPrecisionOptimizer") -> StateTree:
         skipped_steps=optimizer.skipped_steps,
         has_fallback=optimizer.has_fallback,
     )
+
+
+def _master(pair: Pair, *, live: bool) -> torch.Tensor:
+    return pair.master if live and pair.is_split else pair.value
 
 
 def problems_of(
@@ -123,27 +78,32 @@ def problems_of(
     masters_from: MastersFrom = "checkpoint",
 ) -> list[str]:
     """All that keeps ``tree`` from being applied to ``optimizer``; empty if nothing does."""
-    if tree.version > SCHEMA:
-        return [f"its version is {tree.version}, and this holdfast knows {SCHEMA}"]
-    found = []
-    if tree.options.precision is not optimizer.options.precision:
+    found = kind_problems(tree)
+    if found:
+        return found
+    if state and not takes(optimizer.options.precision, tree.options.precision):
         found.append(
             f"it was trained in {tree.options.precision.value}, and the optimizer trains in "
             f"{optimizer.options.precision.value}"
         )
     pairs = {pair.name: pair for pair in optimizer.masters}
+    now = tree_of(optimizer, live=True)
     if weights:
-        found += weight_problems(pairs, tree, with_masters=masters_from == "checkpoint")
+        found += weight_problems(pairs, tree, now, with_masters=masters_from == "checkpoint")
     if state:
-        now = tree_of(optimizer)
         found += state_problems(pairs, tree, now)
-        why = refusal(optimizer.masters) if tree.has_fallback != now.has_fallback else None
+        why = refusal(optimizer.masters) if _changes_dtype(optimizer, tree) else None
         if why is not None:
             when = "after a fallback" if tree.has_fallback else "before any fallback"
-            found.append(f"it was saved {when}, so the model's dtype must change, but {why}")
+            found.append(
+                f"it was saved {when}, so the model's dtype must change, but {why}; an optimizer "
+                "of Precision.FP32 takes any state"
+            )
     return found
 
 
+@torch.inference_mode(False)  # type: ignore[untyped-decorator]  # or nothing could be stepped
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def apply_tree(
     optimizer: "MixedPrecisionOptimizer",
     tree: StateTree,
@@ -154,22 +114,47 @@ def apply_tree(
 ) -> None:
     """Make ``optimizer`` what ``tree`` says, after ``problems_of`` found nothing. Tensors are
     copied."""
+    optimizer.before_change()
+    optimizer.unscaling.end(optimizer.masters)  # gradients are those of what it was
     new = _new_state(optimizer, tree) if state else {}
-    if state and tree.has_fallback != optimizer.has_fallback:
-        optimizer.set_fallback(fallback=tree.has_fallback)
-    if weights:
-        for pair in optimizer.masters:
-            if masters_from == "checkpoint":
-                value = tree.masters[pair.name]
-            else:
-                value = tree.training.get(pair.name, pair.weight.detach())
-            pair.fill(_as(value, pair.weight))
-    if state:
-        _set_inner(optimizer, tree, new)
-        optimizer.choose_step()  # what the former one knew of memory is no longer so
-        optimizer.scaler.state = tree.scaler
-        optimizer.step_count = tree.step_count
-        optimizer.skipped_steps = tree.skipped_steps
+    groups = [new_values(group) for group in tree.inner["groups"]] if state else []
+    values = tree.masters if masters_from == "checkpoint" else tree.training
+    if weights and not values:
+        # The weights as they are now, before a change of dtype makes them of their masters.
+        values = {pair.name: pair.weight.detach().clone() for pair in optimizer.masters}
+    with uninterrupted():
+        if state and _changes_dtype(optimizer, tree):
+            optimizer.set_fallback(fallback=tree.has_fallback)
+        for pair in optimizer.masters if weights else ():
+            pair.fill(_as(values[pair.name], pair.weight))
+        if state:
+            _set_state(optimizer, tree, new, groups)
+
+
+def _set_state(
+    optimizer: "MixedPrecisionOptimizer",
+    tree: StateTree,
+    new: Mapping[str, dict[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    inner = optimizer.inner
+    inner.state.clear()
+    inner.state.update({p.master: new[p.name] for p in optimizer.masters if p.name in new})
+    for group, found in zip(inner.param_groups, groups, strict=True):
+        set_values(group, found)
+    optimizer.choose_step()  # what the former one knew of memory is no longer so
+    optimizer.scaler.state = tree.scaler
+    if tree.options.precision is not optimizer.options.precision:
+        optimizer.scaler.retire()  # as FP32 needs no scale
+    optimizer.step_count = tree.step_count
+    optimizer.skipped_steps = tree.skipped_steps
+    optimizer.has_fallback = tree.has_fallback
+
+
+def _changes_dtype(optimizer: "MixedPrecisionOptimizer", tree: StateTree) -> bool:
+    """Whether the model had another dtype when ``tree`` was saved. One of FP32 never has."""
+    is_narrow = optimizer.options.precision is not Precision.FP32
+    return is_narrow and tree.has_fallback != optimizer.has_fallback
 
 
 def _new_state(optimizer: "MixedPrecisionOptimizer", tree: StateTree) -> dict[str, dict[str, Any]]:
@@ -179,24 +164,6 @@ def _new_state(optimizer: "MixedPrecisionOptimizer", tree: StateTree) -> dict[st
         name: {key: _copied(key, value, weights[name], groups[name]) for key, value in held.items()}
         for name, held in tree.inner["state"].items()
     }
-
-
-def _set_inner(
-    optimizer: "MixedPrecisionOptimizer", tree: StateTree, new: Mapping[str, dict[str, Any]]
-) -> None:
-    inner = optimizer.inner
-    inner.state.clear()
-    for pair in optimizer.masters:
-        if pair.name in new:
-            inner.state[pair.master] = new[pair.name]
-    for group, saved in zip(inner.param_groups, tree.inner["groups"], strict=True):
-        for key, value in saved.items():
-            if key == "params":
-                continue
-            if isinstance(group.get(key), torch.Tensor):  # a scheduler may hold it
-                group[key].fill_(value)
-            else:
-                group[key] = copy.deepcopy(value)
 
 
 def _copied(key: str, value: Any, weight: torch.Tensor, group: Mapping[str, Any]) -> Any:
@@ -221,7 +188,3 @@ def _as(value: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor) and not isinstance(pattern, DTensor):
         return value.full_tensor()
     return value
-
-
-def listed(problems: Sequence[str]) -> str:
-    return "".join(f"\n- {problem}" for problem in problems)

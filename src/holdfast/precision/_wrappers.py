@@ -7,6 +7,7 @@ afterwards is no longer averaged, and nothing says so: each rank trains on by it
 
 import gc
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,22 +16,46 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.precision._blocks import flat
+from holdfast.precision._masters import Pair
 from holdfast.precision._options import MixedPrecisionOptions
 
 
-def ddp_over(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
-    """The DDP wrapper that averages the gradients of any of these, wherever it is.
+def ddp_over(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+    """The DDP wrappers that average the gradients of any of these, wherever they are.
 
     Looks through all objects of the process: for the few moments when dtypes change."""
     if not dist.is_available() or not dist.is_initialized():
-        return None
+        return []
     wanted = {id(parameter) for parameter in parameters}
-    for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and any(
-            id(parameter) in wanted for parameter in found.parameters()
-        ):
-            return found
-    return None
+    return [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), DistributedDataParallel)
+        and any(id(parameter) in wanted for parameter in found.parameters())
+    ]
+
+
+def share_masters(pairs: Sequence[Pair]) -> None:
+    """Give all ranks the masters of the rank whose weights DDP gave them when it wrapped a model.
+    Without DDP nothing happens; with it every rank calls this in the same step.
+
+    Of another rank's weights they have but the 16 bits, and would each go on from other masters.
+    """
+    for ddp in ddp_over(pair.weight for pair in pairs):
+        averaged = {id(parameter) for parameter in ddp.parameters()}
+        for pair in pairs:
+            if id(pair.weight) not in averaged:
+                continue
+            if pair.remainder is not None:  # as bytes: gloo sends no 16-bit integers
+                dist.broadcast(flat(pair.remainder).view(torch.uint8), **_first(ddp))
+            elif pair.is_split:
+                dist.broadcast(flat(pair.master.detach()), **_first(ddp))
+                pair.cast()
+
+
+def _first(ddp: DistributedDataParallel) -> dict[str, Any]:
+    return {"group": ddp.process_group, "group_src": 0}
 
 
 def is_sharded(parameters: Iterable[torch.Tensor]) -> bool:
