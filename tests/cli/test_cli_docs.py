@@ -17,6 +17,7 @@ LINES = [
     for line in block.splitlines()
     if line.startswith("holdfast ") and "completion" not in line
 ]
+NEED_TORCH = {"plan", "demo"}  # test_cli_plan.py and test_cli_demo.py run theirs
 
 
 def test_every_line_runs(own_store, tmp_path):
@@ -25,6 +26,8 @@ def test_every_line_runs(own_store, tmp_path):
     assert {shlex.split(line)[1] for line in LINES} == {*VERBS}
     # Those that delete come last.
     for line in sorted(LINES, key=lambda line: "--yes" in line):
+        if shlex.split(line)[1] in NEED_TORCH:
+            continue
         ran = holdfast(*shlex.split(line)[1:], cwd=tmp_path)
         assert ran.code in {Exit.OK, Exit.FOUND}, (line, ran.err)
 

@@ -1,9 +1,12 @@
 """Mixed-precision checkpoints as values and as files: what is kept, what comes back, and what is
 refused with nothing changed."""
 
+import contextlib
 import dataclasses
 import datetime as dt
+import os
 import random
+import socket
 
 import pytest
 import safetensors
@@ -652,3 +655,23 @@ class TestTakingOver:
         with pytest.raises(ValidationError, match=r"0\.weight"):
             take_over(trainee, scaler, packed)
         assert everything(trainee) == before
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "link"])
+def test_what_is_no_file_stays_what_it_is(tmp_path, kind):
+    path = tmp_path / "mp.safetensors"
+    with contextlib.ExitStack() as stack:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(str(path))
+        else:
+            path.symlink_to(path)
+        before = path.lstat()
+        checkpoint = create_checkpoint(made())
+        for act in (lambda: save_checkpoint(checkpoint, path), lambda: load_checkpoint(path)):
+            with pytest.raises(StorageError, match="no file") as caught:
+                act()
+            assert caught.value.path == str(path)
+        assert path.lstat().st_ino == before.st_ino
+        assert list(tmp_path.iterdir()) == [path]

@@ -25,10 +25,14 @@ VERBS: Final = {
     "verify": "Read a checkpoint and compare every byte with its digest.",
     "diff": "Compare two checkpoints, tensor by tensor.",
     "cat": "Show the values of a tensor, or of a slice of one.",
+    "convert": "Convert from and to torch.save files, DCP, safetensors and Hugging Face.",
+    "reshard": "Rewrite a checkpoint as the files of another number of ranks.",
     "rm": "Delete checkpoints.",
     "prune": "Delete checkpoints that no rule keeps; a dry run without --yes.",
     "gc": "Remove leftovers of saves; a dry run without --yes.",
     "doctor": "Find out what this machine and a storage can do.",
+    "plan": "Find out how a training step fits a byte budget; runs your code.",
+    "demo": "Train, kill, damage and resume a small model, and prove that nothing was lost.",
 }
 """Every verb and its one line of help. The module of each is ``_<verb>.py``, with ``run``."""
 

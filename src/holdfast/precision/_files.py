@@ -16,7 +16,7 @@ import torch
 
 from holdfast import _checks
 from holdfast.contracts import Storage
-from holdfast.errors import CheckpointError, CorruptedError, LoadError, SaveError
+from holdfast.errors import CheckpointError, CorruptedError, LoadError, SaveError, StorageError
 from holdfast.precision._checkpoint import MixedPrecisionCheckpoint, field_problems
 from holdfast.precision._options import MixedPrecisionOptions
 from holdfast.precision._scaler import ScalerState
@@ -134,6 +134,9 @@ def _place(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         file = Path(os.path.realpath(Path(text).expanduser()))
     except RuntimeError as error:  # pathlib's word for a home that nobody has
         raise ValueError(f"path must be the path of a file, not {given!r}: {error}") from error
+    if file.is_symlink() or (file.exists() and not file.is_file() and not file.is_dir()):
+        # To take its place, as that of a file, would be the end of /dev/null for everybody.
+        raise StorageError("this is a device, a pipe or a link to itself, and no file", path=text)
     return open_storage(file.parent), file.name
 
 

@@ -1,0 +1,1 @@
+"""The formats that are torch's own: ``torch.save`` files and DCP folders. Loads torch."""

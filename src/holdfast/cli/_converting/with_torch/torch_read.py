@@ -1,0 +1,170 @@
+"""Reads what ``torch.save`` wrote, without running anything that is in it and without its bytes.
+
+``torch.load(weights_only=True)`` refuses every pickle that names more than tensors and plain
+values. With ``map_location="meta"`` it makes tensors without memory that know where in the file
+they are, and these places are read when a target wants them. Files of before torch 1.6 are no
+archives: they are read into memory as a whole.
+"""
+
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+
+from holdfast.cli._converting.contents import Contents, Tensor, is_container, rebuilt
+from holdfast.cli._converting.file_parts import FilePart, tensor_in_files
+from holdfast.cli._converting.recognising import ZIP
+from holdfast.distributed._tensors import Unstorable, check_storable, code_of, memory_of
+from holdfast.errors import CorruptedError, IncompatibleVersionError
+from holdfast.reshard import Box
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_UNSAFE: Final = "Weights only load failed"
+
+
+def read_file(path: Path) -> Contents:
+    """``CorruptedError`` if it is damaged, or if to load it would run code."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if not file.read(len(ZIP)).startswith(ZIP):
+            return Contents(tree=_lifted(loaded(file, path, "cpu"), path, {}))
+        check_archive(file, path)
+        tree = loaded(file, path, "meta")
+    return Contents(tree=located(tree, path, start=0, size=size))
+
+
+def loaded(file: BinaryIO | io.BytesIO, path: Path, device: str) -> Any:
+    """What ``torch.load`` makes of a file, safely."""
+    file.seek(0)
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CorruptedError(
+            f"torch refuses to load this, as it may run code: {_why(error)}; nothing of it was run",
+            path=str(path),
+        ) from error
+    except (
+        AssertionError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        OverflowError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        raise CorruptedError(
+            f"torch cannot load this file; it is cut short, damaged or of another kind: "
+            f"{_first_line(error)}",
+            path=str(path),
+        ) from error
+
+
+def check_archive(file: BinaryIO, path: Path) -> None:
+    """``CorruptedError`` unless all in the archive stands in it as it is, uncompressed."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            packed = [each for each in archive.infolist() if each.compress_type]
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
+        raise CorruptedError(
+            f"this file is cut short or damaged: {_first_line(error)}", path=str(path)
+        ) from error
+    if packed:
+        raise CorruptedError(
+            f"{packed[0].filename!r} is compressed in this archive, which torch.save never does",
+            path=str(path),
+        )
+
+
+def located(value: Any, path: Path, *, start: int, size: int, known: Any = None) -> Any:
+    """A loaded tree with tensors that are read from the ``size`` bytes of an archive that begins
+    at ``start`` of a file. Two that are the same bytes seen in the same way are one."""
+    known = {} if known is None else known
+    if isinstance(value, torch.Tensor):
+        return _located(value, path, start, size, known)
+    if is_container(value):
+        return rebuilt(value, lambda each: located(each, path, start=start, size=size, known=known))
+    return value
+
+
+def _located(tensor: Any, path: Path, start: int, size: int, known: dict[Any, Tensor]) -> Tensor:
+    dtype = _checked(tensor, path)
+    storage = tensor.untyped_storage()
+    itemsize, shape = tensor.element_size(), tuple(tensor.shape)
+    offset = storage._checkpoint_offset  # noqa: SLF001 -- where torch tells it, and nowhere else
+    first = tensor.storage_offset() * itemsize
+    key = (offset, first, dtype, shape, tensor.stride())
+    if key not in known:
+        strides = tuple(step * itemsize for step in tensor.stride())
+        part = FilePart(
+            box=Box.whole(shape), path=path, offset=start + offset + first, strides=strides
+        )
+        end = part.end(itemsize)
+        if end > start + offset + storage.nbytes() or end > start + size:
+            raise CorruptedError(
+                f"a tensor of shape {shape} reaches beyond the bytes that it is in", path=str(path)
+            )
+        known[key] = tensor_in_files(f"of shape {shape}", dtype, shape, [part])
+    return known[key]
+
+
+def _lifted(value: Any, path: Path, known: dict[Any, Tensor]) -> Any:
+    """A tree whose tensors are in memory already."""
+    if isinstance(value, torch.Tensor):
+        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        if not value.numel() or key not in known:
+            known[key] = memory_tensor(value, path)
+        return known[key]
+    return rebuilt(value, lambda each: _lifted(each, path, known)) if is_container(value) else value
+
+
+def memory_tensor(tensor: Any, path: Path) -> Tensor:
+    """A tensor that torch has in memory."""
+    dtype = _checked(tensor, path)
+    local = check_storable(tensor).contiguous()
+
+    def pieces() -> Iterator[memoryview]:
+        if local.numel():
+            yield memory_of(local)
+
+    return Tensor(dtype=dtype, shape=tuple(local.shape), pieces=pieces)
+
+
+def _checked(tensor: Any, path: Path) -> str:
+    """The code of its dtype. ``IncompatibleVersionError`` for what is no plain dense tensor."""
+    if (problem := _problem(tensor)) is None:
+        try:
+            return str(code_of(tensor.dtype).code)
+        except Unstorable as refusal:
+            problem = str(refusal)
+    shape = tuple(tensor.shape)
+    raise IncompatibleVersionError(f"a tensor of shape {shape} {problem}", path=str(path))
+
+
+def _problem(tensor: Any) -> str | None:
+    if type(tensor) not in _PLAIN:
+        return f"is a {type(tensor).__name__}, which only its own library can read"
+    if tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_nested:
+        return "is sparse, nested or quantized; only dense ones are converted"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a conjugated or negated view; save its resolve_conj()"
+    return None
+
+
+def _why(error: Exception) -> str:
+    """The one thing that torch says of a pickle which it refuses, without the advice to run it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "Unsupported" in line or "was not an allowed global" in line]
+    text = told[0] if told else next((li for li in lines if _UNSAFE not in li), _UNSAFE)
+    return text.removeprefix("WeightsUnpickler error:").partition(". Please")[0].strip()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

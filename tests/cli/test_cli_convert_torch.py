@@ -1,0 +1,354 @@
+"""convert from and to torch's own formats: torch.save files and DCP folders, whoever wrote them."""
+
+import collections
+import io
+import os
+import pathlib
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from convert_tools import MIB, done, refused
+from torch import nn
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import holdfast
+from holdfast.catalog import Catalog
+from holdfast.distributed import CheckpointOptions, DistributedCheckpoint, LoadOptions, SaveOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+EIGHTS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz)
+OTHERS = (torch.bool, torch.uint8, torch.int64, torch.uint16, torch.uint64, torch.complex64)
+
+
+def everything():
+    """A state of all kinds of tensors and of values that torch.load takes."""
+    torch.manual_seed(0)
+    base = torch.randn(64, 48)
+    tied = torch.randn(5, 3)
+    model = {str(kind).split(".")[1]: torch.randn(9).to(kind) for kind in (*FLOATS, *EIGHTS)}
+    model |= {str(kind).split(".")[1]: torch.arange(6).to(kind) for kind in OTHERS}
+    model |= {
+        "wide": torch.randn(4, dtype=torch.complex128),
+        "single": torch.tensor(3.5),
+        "none": torch.empty(0, 3),
+        "turned": base.t(),
+        "rows": base[10:20, ::2],
+        "spread": torch.ones(1).expand(4, 5),
+        "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "tied": tied,
+        "head": tied,
+        "parameter": nn.Parameter(torch.randn(3)),
+        "large": torch.randn(300, 1000),
+    }
+    return {
+        "model": collections.OrderedDict(model),
+        "optimizer": {"state": {0: {"step": torch.tensor(7.0)}}, "betas": (0.9, 0.999)},
+        "epoch": 3,
+        "big": 2**80,
+        "text": "ä",
+        "raw": b"\0\xff",
+        "z": 1 + 2j,
+        "nothing": None,
+        "shape": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "names": {"a", "b"},
+        "list": [1, [torch.arange(3)], True, float("inf")],
+        "counts": collections.Counter(a=2),
+    }
+
+
+def same(found, expected, place="state"):
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), place
+        assert bits(found) == bits(expected), place
+        return
+    assert type(found) is type(expected), place
+    if isinstance(expected, dict):
+        assert [*found] == [*expected], place
+        for key, each in expected.items():
+            same(found[key], each, f"{place}[{key!r}]")
+    elif type(expected) in (list, tuple):
+        assert len(found) == len(expected)
+        for nth, each in enumerate(expected):
+            same(found[nth], each, f"{place}[{nth}]")
+    else:
+        assert found == expected, place
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_torch_save_to_holdfast_and_back_is_the_same_state(tmp_path):
+    state = everything()
+    torch.save(state, tmp_path / "a.pt")
+    told = done("convert", tmp_path / "a.pt", tmp_path / "store" / "x")
+    assert "a holdfast checkpoint, " in told.out
+    assert Catalog(tmp_path / "store").verify("x").is_intact
+    done("convert", tmp_path / "store" / "x", tmp_path / "b.pth")
+    for mapped in (False, True):
+        found = torch.load(tmp_path / "b.pth", weights_only=True, mmap=mapped)
+        same(found, state)
+        model = found["model"]
+        assert model["tied"].data_ptr() == model["head"].data_ptr() != model["single"].data_ptr()
+    with zipfile.ZipFile(tmp_path / "b.pth") as archive:
+        assert archive.testzip() is None
+    stored = holdfast.load(tmp_path / "store" / "x")
+    same(stored["model"]["turned"], state["model"]["turned"])
+    opened = Catalog(tmp_path / "store").open("x")
+    assert "model.tied" in opened.tensors
+    assert "model.head" not in opened.tensors
+
+
+def test_a_file_of_before_the_archives(tmp_path):
+    state = {"w": torch.arange(6.0).view(2, 3).t(), "epoch": 2}
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    done("convert", tmp_path / "old.pt", tmp_path / "new.bin")
+    same(torch.load(tmp_path / "new.bin"), state)
+    assert zipfile.is_zipfile(tmp_path / "new.bin")
+
+
+def test_a_training_comes_out_as_torch_users_know_it(tmp_path):
+    model, _ = trained()
+    optimizer = torch.optim.AdamW(
+        [{"params": model[2].parameters(), "lr": 0.1}, {"params": model[0].parameters()}]
+    )
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    with DistributedCheckpoint.create(options=CheckpointOptions(storage=tmp_path)) as checkpoint:
+        options = SaveOptions(checkpoint_prefix="step_1", step=1)
+        checkpoint.save(model, optimizer, options, extra={"epoch": 4})
+    done("convert", tmp_path / "step_1", tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert {*found} == {"model", "optimizer", "extra", "rng"}
+    assert found["extra"] == {"epoch": 4}
+    same(dict(found["model"]), dict(model.state_dict()))
+    expected = optimizer.state_dict()
+    assert {*found["optimizer"]} == {*expected, "optimizer_class"}
+    same(found["optimizer"]["state"], expected["state"])
+    assert found["optimizer"]["param_groups"] == expected["param_groups"]
+    again = torch.optim.AdamW(
+        [{"params": model[2].parameters()}, {"params": model[0].parameters()}], lr=1.0
+    )
+    again.load_state_dict(found["optimizer"])
+    same(again.state_dict()["state"], expected["state"])
+    done(
+        *("convert", tmp_path, tmp_path / "m.safetensors"),
+        *("--select", "model.*", "--strip-prefix", "model."),
+    )
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(tmp_path / "m.safetensors"))
+    done("convert", tmp_path, tmp_path / "dcp", "--to", "dcp")
+    blank = {"model": {name: torch.zeros_like(t) for name, t in model.state_dict().items()}}
+    dcp.load(blank, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    same(blank["model"], dict(model.state_dict()))
+
+
+def test_dcp_folders_that_torch_wrote_and_that_torch_reads(tmp_path):
+    torch.manual_seed(2)
+    state = {
+        "model": {"w": torch.randn(30, 20), "t": torch.randn(8, 5).t(), "one": torch.tensor(2)},
+        "optimizer": {"0": {"exp": torch.randn(4, dtype=torch.bfloat16)}},
+        "epoch": 5,
+        "betas": (0.9, 0.95),
+        "list": [torch.arange(3), {"x": 1.5}],
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    done("convert", tmp_path / "a", tmp_path / "a.pt")
+    same(torch.load(tmp_path / "a.pt", weights_only=True), state)
+    done("convert", tmp_path / "a", tmp_path / "store" / "x")
+    done("convert", tmp_path / "store" / "x", tmp_path / "b", "--to", "dcp")
+    dcp_to_torch_save(tmp_path / "b", tmp_path / "b.pt")
+    same(torch.load(tmp_path / "b.pt", weights_only=True), state)
+    blank = {"model": {"w": torch.zeros(30, 20)}, "epoch": 0}
+    dcp.load(blank, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert blank["epoch"] == 5
+    same(blank["model"]["w"], state["model"]["w"])
+    done("convert", tmp_path / "a", tmp_path / "c.safetensors", "--tensors-only")
+    refused(
+        *("convert", tmp_path / "a", tmp_path / "d.safetensors"),
+        code=2,
+        saying=["epoch (int)", "betas.0 (float)", "list.1.x (float)"],
+    )
+
+
+def trained():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_trainings_of_torchs_formats_go_on_with_holdfast(tmp_path):
+    model, optimizer = trained()
+    of_dcp, of_dcps_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_dcp, "optimizer": of_dcps_optimizer}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    done("convert", tmp_path / "dcp", tmp_path / "store" / "dcp")
+    other = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    others = torch.optim.AdamW(other.parameters())
+    with DistributedCheckpoint.create(
+        options=CheckpointOptions(storage=tmp_path / "store")
+    ) as checkpoint:
+        checkpoint.load(other, others, LoadOptions(checkpoint_prefix="dcp"))
+    same(other.state_dict(), model.state_dict())
+    same(others.state_dict()["state"], optimizer.state_dict()["state"])
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "a.pt")
+    done("convert", tmp_path / "a.pt", tmp_path / "store" / "torch")
+    found = holdfast.load(tmp_path / "store" / "torch")
+    again = torch.optim.AdamW(other.parameters())
+    again.load_state_dict(found["optimizer"])
+    same(again.state_dict(), optimizer.state_dict())
+    other.load_state_dict(found["model"])
+
+
+def test_a_tensor_that_ranks_have_shares_of_is_put_together(tmp_path):
+    """What four ranks of a two-dimensional mesh write, in two files, by DCP's own classes."""
+    whole = torch.randn(7, 9)
+    boxes = [(0, 0, 4, 5), (0, 5, 4, 9), (4, 0, 7, 5), (4, 5, 7, 9)]
+    chunks, places = [], {}
+    (tmp_path / "a").mkdir()
+    for nth, (top, left, bottom, right) in enumerate(boxes):
+        name = f"__{nth % 2}_0.distcp"
+        with (tmp_path / "a" / name).open("ab") as file:
+            data = io.BytesIO()
+            part = whole[top:bottom, left:right]
+            torch.save(part.t().contiguous().t() if nth == 2 else part.clone(), data)
+            start = file.tell()
+            file.write(data.getbuffer())
+        at, sizes = torch.Size([top, left]), torch.Size(part.shape)
+        chunks.append(metadata.ChunkStorageMetadata(at, sizes))
+        info = filesystem._StorageInfo(name, start, len(data.getbuffer()))
+        places[metadata.MetadataIndex("w", at, nth)] = info
+    kind = metadata.TensorStorageMetadata(metadata.TensorProperties(), whole.shape, chunks)
+    (tmp_path / "a" / ".metadata").write_bytes(
+        pickle.dumps(metadata.Metadata({"w": kind}, storage_data=places))
+    )
+    done("convert", tmp_path / "a", tmp_path / "a.pt")
+    same(torch.load(tmp_path / "a.pt"), {"w": whole})
+    os.truncate(tmp_path / "a" / "__1_0.distcp", 500)
+    refused("convert", tmp_path / "a", tmp_path / "b.pt", code=4, saying=["'w'", "cut short"])
+    (tmp_path / "a" / "__1_0.distcp").unlink()
+    refused("convert", tmp_path / "a", tmp_path / "b.pt", code=4, saying="'w' is not there")
+    kind.chunks.pop()
+    found = metadata.Metadata({"w": kind}, storage_data=places)
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(found))
+    assert not (tmp_path / "b.pt").exists()
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["archive", "old", "metadata", "value"])
+def test_what_would_run_code_is_refused_and_not_run(tmp_path, kind):
+    made = tmp_path / "made"
+    evil = Evil(made)
+    source = tmp_path / ("a.pt" if kind in {"archive", "old"} else "a")
+    if kind in {"archive", "old"}:
+        state = {"w": torch.ones(2), "x": evil}
+        torch.save(state, source, _use_new_zipfile_serialization=kind == "archive")
+        torch.load(source, weights_only=False)
+    elif kind == "metadata":
+        source.mkdir()
+        (source / ".metadata").write_bytes(pickle.dumps({"x": evil}))
+        with pytest.raises(AttributeError):
+            dcp.FileSystemReader(source).read_metadata()
+    else:
+        dcp.save({"w": torch.ones(2), "x": 1, "y": evil}, checkpoint_id=source, no_dist=True)
+        dcp_to_torch_save(source, tmp_path / "ran.pt")
+    made.rmdir()  # so it would do its harm
+    for target in ("b.safetensors", "b.pt", "store/b"):
+        refused(
+            *("convert", source, tmp_path / target),
+            code=4,
+            saying=["posix.mkdir", "may run code", "nothing of it was run"],
+        )
+        assert not made.exists()
+        assert not (tmp_path / target).exists()
+    if kind == "value":
+        done("convert", source, tmp_path / "b.pt", "--tensors-only")
+        same(torch.load(tmp_path / "b.pt"), {"w": torch.ones(2)})
+        assert not made.exists()
+
+
+def test_files_of_torch_that_are_damaged_or_of_another_kind(tmp_path):
+    source, target = tmp_path / "a.pt", tmp_path / "b.safetensors"
+    torch.save({"w": torch.randn(1000)}, source)
+    whole = source.read_bytes()
+    for size in (100, len(whole) // 2, len(whole) - 1):
+        source.write_bytes(whole[:size])
+        refused("convert", source, target, code=4, saying="cut short")
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(source, "w") as new:
+        for each in old.infolist():
+            new.writestr(each.filename, old.read(each), zipfile.ZIP_DEFLATED)
+    refused("convert", source, target, code=4, saying="compressed in this archive")
+    with zipfile.ZipFile(source, "w") as new:
+        new.writestr("readme.txt", "words")
+    refused("convert", source, target, code=4, saying="of another kind")
+    torch.save({"w": torch.eye(3).to_sparse()}, source)
+    refused("convert", source, target, code=4, saying="sparse")
+    folder = tmp_path / "dcp"
+    dcp.save({"w": torch.ones(5), "n": 1}, checkpoint_id=folder, no_dist=True)
+    refused("convert", folder / ".metadata", target, code=3, saying="give the folder")
+    record = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(record[:-20])
+    refused("convert", folder, target, code=4, saying="cut short")
+    (folder / ".metadata").write_bytes(record.replace(b"__0_0.distcp", b"../0.distcp "))
+    refused("convert", folder, target, code=4, saying="is not there")
+    (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f0N.")  # a place of 2^31
+    ran = refused("convert", folder, target, code=4, saying="a NoneType, no metadata")
+    assert ran.memory < 128 * MIB
+    assert not target.exists()
+
+
+def test_what_torch_cannot_hold_is_listed(tmp_path):
+    state = {
+        "w": np.arange(3),
+        "where": pathlib.PurePosixPath("a"),
+        "last": collections.deque([1]),
+        "many": frozenset([1]),
+    }
+    Catalog(tmp_path / "a").write("x", state)
+    for kind, target in (("torch", "x.pt"), ("dcp", "folder")):
+        line = ("convert", tmp_path / "a", tmp_path / target, "--to", kind)
+        refused(*line, code=2, saying=["where (PurePosixPath)", "many (frozenset)", "nothing was"])
+        done(*line, "--tensors-only")
+    same(torch.load(tmp_path / "x.pt"), {"w": torch.arange(3)})
+    Catalog(tmp_path / "b").write("x", {"w": np.arange(3), "last": collections.deque([1])})
+    for kind, target in (("torch", "y.pt"), ("dcp", "other")):
+        line = ("convert", tmp_path / "b", tmp_path / target, "--to", kind)
+        refused(*line, code=2, saying="deque")
+        assert not (tmp_path / target).exists()
+
+
+def test_a_tensor_larger_than_a_piece_is_several_chunks_of_dcp(tmp_path):
+    large = torch.arange(12 * MIB, dtype=torch.float32).view(3, -1)
+    torch.save({"large": large}, tmp_path / "a.pt")
+    done("convert", tmp_path / "a.pt", tmp_path / "a", "--to", "dcp")
+    blank = {"large": torch.zeros_like(large)}
+    dcp.load(blank, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert torch.equal(blank["large"], large)
+    (kind,) = dcp.FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata.values()
+    assert len(kind.chunks) > 1
+    done("convert", tmp_path / "a", tmp_path / "b.pt")
+    assert torch.equal(torch.load(tmp_path / "b.pt")["large"], large)
