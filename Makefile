@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check format bench proof emulators clean
+.PHONY: setup demo test check format site bench proof emulators clean
 
 setup: .venv/ready
 
@@ -13,7 +13,7 @@ setup: .venv/ready
 	touch $@
 
 demo: setup
-	$(BIN)/python examples/demo.py
+	$(BIN)/holdfast demo
 
 test: setup
 	$(BIN)/python -m pytest
@@ -27,6 +27,14 @@ check: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documents as pages, in build/site. They open without a server; only their search needs one.
+site: .venv/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -W error -m mkdocs build --strict
+
+.venv/docs-ready: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

@@ -1,8 +1,7 @@
 """A training loses a rank while it saves, and goes on from what was saved, on more ranks.
 
 Two ranks of FSDP2 train while they save, one of them is killed in its next save; then three ranks
-resume from what is there. Part of ``make demo``, and runs alone:
-``python examples/train_and_resume.py``.
+resume from what is there. Runs alone: ``python examples/train_and_resume.py``.
 """
 
 import os
