@@ -7,12 +7,18 @@ left out only by a comment that says why: ``<!-- skip: next "needs four GPUs" --
 import contextlib
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Iterable
 from typing import Any
 
 from sybil import Document, Region, Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+# Shells start what is in the background with Ctrl-C ignored, and so would be the programs that tests
+# interrupt. A handler of our own is not inherited.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Read by mypy, never run.
 collect_ignore = ["tests/typing"]
