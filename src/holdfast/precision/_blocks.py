@@ -12,8 +12,8 @@ from typing import Final, final
 import torch
 
 BLOCK: Final = 1 << 19
-"""Elements of a block: what Adam touches of it is 11 MiB, which the last cache of a processor holds.
-Of smaller blocks the calls cost more than a nearer cache gains."""
+"""Elements of a block: what Adam touches of it is 11 MiB, which a last cache holds. Of smaller
+ones the calls cost more than a nearer cache gains."""
 
 LANES: Final = 64
 """Elements that any kernel takes at once, or a multiple of them."""
