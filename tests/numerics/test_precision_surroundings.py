@@ -333,6 +333,26 @@ class TestOptimizersThatChange:
         plain, other = masters_of(other_order=False), masters_of(other_order=True)
         assert all(torch.equal(each, other[name]) for name, each in plain.items())
 
+    @pytest.mark.parametrize("what", ["master", "weight", "state"])
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_other_memory_of_the_same_values(self, fused, what):
+        """What a step keeps of where things lie is not believed when they lie elsewhere."""
+        (_, wanted), (_, optimizer) = made(fused=fused), made(fused=fused)
+        for each in (wanted, optimizer):
+            stepped(each, 2)
+        pair = optimizer.masters.pairs[0]
+        held = optimizer.state[pair.master]
+        if what == "state":
+            held["exp_avg"] = held["exp_avg"].clone()
+        else:
+            tensor = pair.master if what == "master" else pair.weight
+            tensor.data = tensor.data.clone()
+        for each in (wanted, optimizer):
+            stepped(each, 2)
+        assert moved(optimizer, masters(wanted)) == set()
+        assert torch.equal(held["exp_avg"], wanted.state[wanted.masters.pairs[0].master]["exp_avg"])
+        assert torch.equal(pair.weight, wanted.masters.pairs[0].weight)
+
     @pytest.mark.parametrize("fused", [True, False])
     def test_a_step_without_a_gradient_is_one(self, fused):
         _, optimizer = made(FP16, fused=fused)

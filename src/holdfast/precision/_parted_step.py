@@ -240,7 +240,7 @@ class PartedStep:
                     state[key] = laid_as(value, pair.master)
         # Of memory that a layout holds no other tensor can be made: where it lies says what it is.
         key = tuple(
-            (id(pair), pair.weight.data_ptr(), *((k, v.data_ptr()) for k, v in state.items()))
+            (id(pair), *(each.data_ptr() for each in (pair.weight, pair.master, *state.values())))
             for pair, state in zip(pairs, states, strict=True)
         )
         known = self._layouts.get(place)
