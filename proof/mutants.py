@@ -1,0 +1,297 @@
+"""Whether the tests would notice a mistake in the core: small wrong changes, one at a time.
+
+``python proof/mutants.py`` (``make mutants``) draws 500 changes by a seed, runs for each the tests
+that run its line, and lists those that no test noticed. As a campaign it draws ten a batch. What it
+found is kept in ``build/proof/mutants.jsonl`` and not found out again until the file, or the tests,
+change.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import random
+import threading
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from _campaign import Campaign, Outcome
+from _covering import CORE, REPO, TESTS, Covering, Test, cover
+from _mutating import Mutant, mutants
+from _trying import Lane, Tried, lane
+
+LEAST_PERCENT: Final = 90.0
+_JUDGED_FROM: Final = 100
+"""Fewer mutants say too little about the share of those that are killed."""
+
+_BATCH: Final = 10
+_LANES: Final = 2
+_FIRST_S: Final = 4.0
+_MORE_S: Final = 20.0
+"""How long the tests of one mutant may take: the quickest, and if these notice nothing, more."""
+
+_LEDGER: Final = REPO / "build" / "proof" / "mutants.jsonl"
+_EQUIVALENT: Final = Path(__file__).with_name("equivalent_mutants.toml")
+
+Verdict = Literal["killed", "survived", "equivalent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A mutant of one of the library's files."""
+
+    path: Path
+    mutant: Mutant
+    key: str
+
+    def __str__(self) -> str:
+        change = self.mutant
+        where = f" in {change.where}" if change.where else ""
+        before, after = (" ".join(text.split()) for text in (change.was, change.becomes))
+        name = self.path.relative_to(REPO)
+        return f"{name}:{change.line}{where}: `{before}` became `{after}`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A verdict. ``tests`` is a digest of what it rests on: the file of the test that killed it, or
+    all tests."""
+
+    key: str
+    verdict: Verdict
+    by: str = ""
+    tests: str = ""
+
+
+def population() -> list[Placed]:
+    """Every mutant of the core, always in the same order."""
+    found = []
+    for path in itertools.chain.from_iterable(CORE.values()):
+        source = path.read_bytes()
+        for mutant in mutants(source):
+            named = f"{path.relative_to(REPO)}\0{mutant.start}\0{mutant.end}\0{mutant.becomes}\0"
+            key = hashlib.sha256(named.encode() + source).hexdigest()[:24]
+            found.append(Placed(path=path, mutant=mutant, key=key))
+    return found
+
+
+def equivalents() -> dict[tuple[str, str, str, str, int], str]:
+    """Why each mutant that is known to change nothing does not."""
+    listed = tomllib.loads(_EQUIVALENT.read_text(encoding="utf-8")).get("mutant", [])
+    return {
+        (each["file"], each["where"], each["was"], each["becomes"], each.get("nth", 0)): each["why"]
+        for each in listed
+    }
+
+
+def _name(placed: Placed) -> tuple[str, str, str, str, int]:
+    change = placed.mutant
+    file = placed.path.relative_to(REPO).as_posix()
+    return file, change.where, change.was, change.becomes, change.nth
+
+
+def choose(covering: Covering, placed: Placed) -> tuple[list[Test], list[Test]]:
+    """The tests to run first, and those to run if they notice nothing. Of every test function the
+    quickest case comes before the second of any."""
+    lines = covering.lines[placed.path]
+    change = placed.mutant
+    first, last = change.statement
+    found = {test.nodeid: test for test in lines.get(change.line, ())}
+    if not found:
+        found = {test.nodeid: test for n in range(first, last + 1) for test in lines.get(n, ())}
+    if change.at_import:
+        found = {test.nodeid: test for tests in lines.values() for test in tests}
+    ordered = _by_turns(found.values())
+    soon = [*_within(_FIRST_S, (test for test in ordered if not test.with_torch))]
+    chosen = {test.nodeid for test in soon}
+    return soon, [*_within(_MORE_S, (test for test in ordered if test.nodeid not in chosen))]
+
+
+def _by_turns(tests: Iterable[Test]) -> list[Test]:
+    functions: dict[str, list[Test]] = {}
+    for test in sorted(tests, key=lambda test: test.seconds):
+        functions.setdefault(test.nodeid.partition("[")[0], []).append(test)
+    rounds = itertools.zip_longest(*functions.values())
+    return [test for turn in rounds for test in turn if test is not None]
+
+
+def _within(seconds: float, tests: Iterable[Test]) -> Iterator[Test]:
+    spent = 0.0
+    for test in tests:
+        spent += test.seconds + 0.005
+        if spent <= seconds:
+            yield test
+
+
+def _judge(covering: Covering, lane: Lane, placed: Placed) -> Judged:
+    changed = placed.mutant.applied(placed.path.read_bytes())
+    for tests in choose(covering, placed):
+        if not tests:
+            continue
+        seconds = sum(test.seconds for test in tests)
+        names = [test.nodeid for test in tests]
+        tried: Tried = lane.try_tests(placed.path, changed, names, seconds)
+        if tried.failed:
+            by = tried.by or ""
+            return Judged(key=placed.key, verdict="killed", by=by, tests=_state_of(by))
+    return Judged(key=placed.key, verdict="survived", tests=_state_of_all())
+
+
+def _state_of(nodeid: str) -> str:
+    file = REPO / nodeid.partition("::")[0]
+    return _digest([file]) if nodeid and file.is_file() else ""
+
+
+def _state_of_all() -> str:
+    return _digest(REPO / test for test in TESTS)
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _known() -> dict[str, Judged]:
+    """What is known from before and still holds, by the mutants' keys."""
+    if not _LEDGER.exists():
+        return {}
+    found: dict[str, Judged] = {}
+    everything = _state_of_all()
+    for line in _LEDGER.read_text(encoding="utf-8").splitlines():
+        judged = Judged(**json.loads(line))
+        rests_on = everything if judged.verdict == "survived" else _state_of(judged.by)
+        if judged.tests == rests_on:
+            found[judged.key] = judged
+    return found
+
+
+def judge(drawn: Sequence[Placed], *, tell: bool = False) -> dict[str, Judged]:
+    """The verdicts on these, by their keys: looked up, or found out and written down."""
+    known, same = _known(), equivalents()
+    found = {
+        placed.key: Judged(key=placed.key, verdict="equivalent", by=same[_name(placed)])
+        for placed in drawn
+        if _name(placed) in same
+    }
+    found |= {p.key: known[p.key] for p in drawn if p.key in known and p.key not in found}
+    due = [placed for placed in drawn if placed.key not in found]
+    if not due:
+        return found
+    covering = cover()
+    _LEDGER.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.Lock()
+    queue = iter(due)
+
+    def work() -> None:
+        with lane() as mine:
+            _check_unchanged(covering, mine, due[0])
+            while True:
+                with lock:
+                    placed = next(queue, None)
+                if placed is None:
+                    return
+                judged = _judge(covering, mine, placed)
+                with lock:
+                    found[placed.key] = judged
+                    with _LEDGER.open("a", encoding="utf-8") as ledger:
+                        ledger.write(json.dumps(asdict(judged)) + "\n")
+                    if tell:
+                        print(f"{len(found)}/{len(drawn)} {judged.verdict:8} {placed}", flush=True)
+
+    with ThreadPoolExecutor(_LANES) as pool:
+        for done in [pool.submit(work) for _ in range(min(_LANES, len(due)))]:
+            done.result()
+    return found
+
+
+def _check_unchanged(covering: Covering, lane: Lane, placed: Placed) -> None:
+    """The tests pass on a copy without a change: what fails later fails because of one."""
+    for tests in choose(covering, placed):
+        names = [test.nodeid for test in tests]
+        tried = lane.try_tests(placed.path, placed.path.read_bytes(), names, 60.0)
+        if names and tried.failed:
+            raise RuntimeError(f"without any change {tried.by} fails")
+
+
+def share_killed(verdicts: Iterable[Judged]) -> float | None:
+    """Killed among those that change something, in percent, or ``None`` if they are too few."""
+    counted = Counter(judged.verdict for judged in verdicts)
+    all_of_them = counted["killed"] + counted["survived"]
+    if all_of_them < _JUDGED_FROM:
+        return None
+    return 100 * counted["killed"] / all_of_them
+
+
+def run(_subject: str, seed: int) -> Outcome:
+    """Ten mutants. A violation if of all that are known of this source too few are killed."""
+    everything = population()
+    drawn = random.Random(seed).sample(everything, _BATCH)
+    found = judge(drawn)
+    facts = Counter(f"mutants {found[placed.key].verdict}" for placed in drawn)
+    present = {placed.key for placed in everything}
+    share = share_killed(judged for judged in _known().values() if judged.key in present)
+    if share is None or share >= LEAST_PERCENT:
+        return Outcome(cases=len(drawn), facts=facts)
+    problem = f"only {share:.1f} % of mutants are noticed by a test, see make mutants"
+    return Outcome(cases=len(drawn), violated=1, violations=(problem,), facts=facts)
+
+
+def _unavailable(_subject: str) -> str | None:
+    try:
+        import coverage  # noqa: F401
+    except ImportError:
+        return "coverage.py is not installed: pip install -e '.[proof]'"
+    return None
+
+
+CAMPAIGN = Campaign(
+    name="mutants",
+    promise="A mistake in the core is noticed by a test",
+    counted="small wrong changes to the format, resharding, commits and storages",
+    cases=500,
+    run=run,
+    batch_timeout_s=3600,
+    unavailable=_unavailable,
+)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--count", type=int, default=500)
+    chosen = options.parse_args()
+    everything = population()
+    drawn = random.Random(chosen.seed).sample(everything, min(chosen.count, len(everything)))
+    found = judge(drawn, tell=True)
+    print()
+    for placed in drawn:
+        if found[placed.key].verdict == "survived":
+            print(f"survived: {placed}")
+    for room, (counted, percent) in _by_room(drawn, found).items():
+        words = ", ".join(f"{counted[verdict]} {verdict}" for verdict in ("killed", "survived"))
+        print(f"{room:8} {percent:6.1f} % killed: {words}, {counted['equivalent']} equivalent")
+    share = share_killed(found.values())
+    print(f"{len(drawn)} of {len(everything)} mutants, seed {chosen.seed}")
+    raise SystemExit(share is not None and share < LEAST_PERCENT)
+
+
+def _by_room(
+    drawn: Sequence[Placed], found: Mapping[str, Judged]
+) -> dict[str, tuple[Counter[str], float]]:
+    rooms: dict[str, tuple[Counter[str], float]] = {}
+    for room, paths in {**CORE, "all": [*itertools.chain.from_iterable(CORE.values())]}.items():
+        counted = Counter[str](found[p.key].verdict for p in drawn if p.path in paths)
+        judged = counted["killed"] + counted["survived"]
+        rooms[room] = counted, 100 * counted["killed"] / max(judged, 1)
+    return rooms
+
+
+if __name__ == "__main__":
+    main()
