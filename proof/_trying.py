@@ -55,7 +55,7 @@ class Lane:
             **os.environ,
             **QUIET,
             "PYTHONPATH": path_of(self._source),
-            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "TMPDIR": str(folder),
         }
         self._server = subprocess.Popen(
@@ -133,7 +133,8 @@ def _serve(source: str, scratch: str) -> None:
     import numpy as np  # noqa: F401
     import obstore  # noqa: F401
     import pytest  # noqa: F401
-    import sybil  # noqa: F401
+    import pytest_timeout  # type: ignore[import-untyped]  # noqa: F401
+    import sybil.integration.pytest  # noqa: F401
     import tenacity  # noqa: F401
     import xxhash  # noqa: F401
     import zstandard  # noqa: F401
@@ -193,12 +194,15 @@ def _in_child(source: str, scratch: str, tests: list[str], answer: int) -> int:
         [
             "-x",
             "-q",
+            "--assert=plain",
+            "-o",
+            "addopts=",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "pytest_timeout",
             f"--timeout={HANG_S}",
             f"--basetemp={scratch}",
-            "-p",
-            "no:sybil",
-            "-W",
-            "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
             *tests,
         ],
         plugins=[SameExamples(), _FirstFailure(answer), _Used(source)],
