@@ -49,7 +49,7 @@ _BELOW: Final = ("catalog", "format", "reshard", "resilience", "storage", "testi
 _UNIT = (
     "boxes catalog_commit catalog_gc catalog_hostile catalog_limits catalog_verify "
     "catalog_write_read codecs coverage dtypes entry_names grids hostile_records hostile_shards "
-    "local_storage memory_storage model_index ordered_writer plans prune ranges record retention "
+    "local_storage memory_storage model_index ordered_writer per_rank plans prune ranges record retention "
     "shard_format storage_wrappers strict_json tables_beside values values_torch whole_boxes"
 )
 TESTS: Final[tuple[str, ...]] = (
@@ -64,7 +64,7 @@ TESTS: Final[tuple[str, ...]] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Test:
+class TimedTest:
     """A test that passed. ``with_torch``: its file loads torch, which takes seconds."""
 
     nodeid: str
@@ -91,8 +91,8 @@ class Covering:
     """What the tests run. ``lines`` gives, by file and line, the tests that run it; ``unused`` are
     tests that did not pass in time, or were skipped, and why."""
 
-    tests: Mapping[str, Test]
-    lines: Mapping[Path, Mapping[int, Sequence[Test]]]
+    tests: Mapping[str, TimedTest]
+    lines: Mapping[Path, Mapping[int, Sequence[TimedTest]]]
     rooms: Mapping[str, Measures]
     unused: Mapping[str, str]
 
@@ -200,13 +200,15 @@ def _measure(test: str, into: Path) -> None:
 def _together(parts: Sequence[Path]) -> Covering:
     import coverage
 
-    tests: dict[str, Test] = {}
+    tests: dict[str, TimedTest] = {}
     unused: dict[str, str] = {}
     for part in parts:
         found = json.loads(Path(f"{part}.json").read_text(encoding="utf-8"))
         unused |= found["failed"]
         for nodeid, seconds in found["passed"].items():
-            tests[nodeid] = Test(nodeid=nodeid, seconds=seconds, with_torch=found["with_torch"])
+            tests[nodeid] = TimedTest(
+                nodeid=nodeid, seconds=seconds, with_torch=found["with_torch"]
+            )
     combined = coverage.Coverage(data_file=None, branch=True, config_file=False)
     combined.combine([f"{part}.data" for part in parts], keep=True)
     data = combined.get_data()

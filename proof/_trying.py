@@ -83,9 +83,8 @@ class Lane:
             compiled.write_bytes(kept_compiled)
 
     def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        with self._server:  # closes its pipes, which ends it, and waits for it
+            pass
 
     def _ask(self, request: dict[str, Any]) -> Tried:
         assert self._server.stdin is not None

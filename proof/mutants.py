@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from _campaign import Campaign, Outcome
-from _covering import CORE, REPO, TESTS, Covering, Test, cover
+from _covering import CORE, REPO, TESTS, Covering, TimedTest, cover
 from _mutating import Mutant, mutants
 from _trying import Lane, Tried, lane
 
@@ -97,7 +97,7 @@ def _name(placed: Placed) -> tuple[str, str, str, str, int]:
     return file, change.where, change.was, change.becomes, change.nth
 
 
-def choose(covering: Covering, placed: Placed) -> list[list[Test]]:
+def choose(covering: Covering, placed: Placed) -> list[list[TimedTest]]:
     """The tests to run, in turns, each only if those before noticed nothing: those of the files
     that are about little else, which are soon loaded; others; and then more of all. Of every test
     function the quickest case comes before the second of any."""
@@ -111,7 +111,7 @@ def choose(covering: Covering, placed: Placed) -> list[list[Test]]:
         found = {test.nodeid: test for tests in lines.values() for test in tests}
     ordered = _by_turns(found.values())
     close = {*_closest(covering, [test for test in ordered if not test.with_torch])}
-    turns: list[list[Test]] = []
+    turns: list[list[TimedTest]] = []
     taken: set[str] = set()
     for seconds, with_torch, files in (
         (_FIRST_S, False, close),
@@ -133,22 +133,22 @@ def choose(covering: Covering, placed: Placed) -> list[list[Test]]:
     return turns
 
 
-def _closest(covering: Covering, tests: Iterable[Test], most: int = 2) -> list[str]:
+def _closest(covering: Covering, tests: Iterable[TimedTest], most: int = 2) -> list[str]:
     """The files of which the largest part of the tests are among these."""
     sizes = Counter(test.file for test in covering.tests.values())
     here = Counter(test.file for test in tests)
     return sorted(here, key=lambda file: (-here[file] / sizes[file], sizes[file]))[:most]
 
 
-def _by_turns(tests: Iterable[Test]) -> list[Test]:
-    functions: dict[str, list[Test]] = {}
+def _by_turns(tests: Iterable[TimedTest]) -> list[TimedTest]:
+    functions: dict[str, list[TimedTest]] = {}
     for test in sorted(tests, key=lambda test: test.seconds):
         functions.setdefault(test.nodeid.partition("[")[0], []).append(test)
     rounds = itertools.zip_longest(*functions.values())
     return [test for turn in rounds for test in turn if test is not None]
 
 
-def _within(seconds: float, tests: Iterable[Test]) -> Iterator[Test]:
+def _within(seconds: float, tests: Iterable[TimedTest]) -> Iterator[TimedTest]:
     spent = 0.0
     for test in tests:
         spent += test.seconds + 0.005
@@ -156,7 +156,7 @@ def _within(seconds: float, tests: Iterable[Test]) -> Iterator[Test]:
             yield test
 
 
-def _judge(covering: Covering, lane: Lane, placed: Placed) -> Judged:
+def _judge(covering: Covering, lane: Lane, placed: Placed, all_tests: str) -> Judged:
     changed = placed.mutant.applied(placed.path.read_bytes())
     compile(changed, placed.path, "exec")  # one that is no Python would prove nothing
     for tests in choose(covering, placed):
@@ -168,7 +168,7 @@ def _judge(covering: Covering, lane: Lane, placed: Placed) -> Judged:
         if tried.failed:
             by = tried.by or ""
             return Judged(key=placed.key, verdict="killed", by=by, tests=_state_of(by))
-    return Judged(key=placed.key, verdict="survived", tests=_state_of_all())
+    return Judged(key=placed.key, verdict="survived", tests=all_tests)
 
 
 def _state_of(nodeid: str) -> str:
@@ -214,6 +214,7 @@ def judge(drawn: Sequence[Placed], *, tell: bool = False) -> dict[str, Judged]:
     due = [placed for placed in drawn if placed.key not in found]
     if not due:
         return found
+    all_tests = _state_of_all()
     covering = cover()
     _LEDGER.parent.mkdir(parents=True, exist_ok=True)
     lock = threading.Lock()
@@ -227,7 +228,7 @@ def judge(drawn: Sequence[Placed], *, tell: bool = False) -> dict[str, Judged]:
                     placed = next(queue, None)
                 if placed is None:
                     return
-                judged = _judge(covering, mine, placed)
+                judged = _judge(covering, mine, placed, all_tests)
                 with lock:
                     found[placed.key] = judged
                     with _LEDGER.open("a", encoding="utf-8") as ledger:

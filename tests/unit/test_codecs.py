@@ -319,6 +319,11 @@ def test_chunks_stored_as_they_are_come_back_as_themselves():
         assert item is chunk
 
 
+def test_without_compression_every_chunk_of_a_list_comes_once():
+    chunks = [("F32", memoryview(bytes([n] * 8))) for n in range(3)]
+    assert [*compressed(chunks, level="none")] == [chunk for _, chunk in chunks]
+
+
 def test_an_empty_stream_starts_no_thread():
     assert list(compressed([], level="fast")) == []
     assert not compressing_threads()

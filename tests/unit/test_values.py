@@ -196,6 +196,11 @@ def test_random_generators_continue_from_their_stored_states():
         assert np.random.Generator(other).random() == np.random.Generator(one).random()
 
 
+def test_an_array_of_texts_may_have_the_first_and_the_last_character_of_all():
+    value = np.array(["\0a", chr(0x10FFFF)])
+    assert same(loaded(stored(value)), value)
+
+
 def test_enums_and_ints_of_other_classes_are_stored_by_value():
     value = {"a": Color.RED, "b": Level.HIGH, Color.NAME: Sized(5), "big": Sized(2**70)}
     assert same(loaded(stored(value)), {"a": 1, "b": 3, "red": 5, "big": 2**70})
@@ -203,7 +208,13 @@ def test_enums_and_ints_of_other_classes_are_stored_by_value():
 
 @pytest.mark.parametrize(
     "value",
-    [{Color.RED: 0, True: 1}, {Color.NAME: 0, "red": 1}, {Color.RED, 1}, {(Color.RED,), (1,)}],
+    [
+        {Color.RED: 0, True: 1},
+        {Color.NAME: 0, "red": 1},
+        {Color.RED, 1},
+        {(Color.RED,), (1,)},
+        {Color.RED, Sized(1)},
+    ],
 )
 def test_keys_that_would_be_stored_alike_are_refused(value):
     with pytest.raises(SaveError, match=r"state has two (keys|members) that would be stored alike"):
