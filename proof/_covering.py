@@ -49,8 +49,9 @@ _BELOW: Final = ("catalog", "format", "reshard", "resilience", "storage", "testi
 _UNIT = (
     "boxes catalog_commit catalog_gc catalog_hostile catalog_limits catalog_verify "
     "catalog_write_read codecs coverage dtypes entry_names grids hostile_records hostile_shards "
-    "local_storage memory_storage model_index ordered_writer per_rank plans prune ranges record retention "
-    "shard_format storage_wrappers strict_json tables_beside values values_torch whole_boxes"
+    "local_storage memory_storage model_index ordered_writer per_rank plans prune ranges record "
+    "retention shard_format storage_wrappers strict_json tables_beside values values_torch "
+    "whole_boxes"
 )
 TESTS: Final[tuple[str, ...]] = (
     *(f"tests/unit/test_{name}.py" for name in _UNIT.split()),

@@ -3,6 +3,8 @@
 import itertools
 import random
 import struct
+import subprocess
+import sys
 import threading
 import tracemalloc
 
@@ -383,6 +385,16 @@ def test_a_stream_that_is_closed_early_leaves_no_thread():
     assert compressing_threads()
     frames.close()
     assert not compressing_threads()
+
+
+def test_a_stream_that_is_never_closed_does_not_keep_the_interpreter_from_ending():
+    program = (
+        "from holdfast.format import compressed\n"
+        "chunks = [('F32', memoryview(bytes(8)))] * 9\n"
+        "frames = compressed(chunks, level='fast', threads=1)\n"
+        "next(frames)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 def test_impossible_stream_arguments_are_refused_at_once():

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import shutil
 import sys
 import threading
 
@@ -136,6 +137,12 @@ def test_what_is_no_path_is_no_root(root):
         LocalStorage(root)
 
 
+def test_the_free_space_is_that_of_the_disk_also_of_a_root_that_is_not_there_yet(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    for root in (tmp_path, tmp_path / "not" / "yet"):
+        assert free / 2 < LocalStorage(root).free_bytes() < free * 2
+
+
 def test_it_shows_where_it_is(tmp_path):
     assert repr(LocalStorage(tmp_path)) == f"LocalStorage('{tmp_path.as_uri()}')"
 
@@ -163,6 +170,12 @@ def test_a_disk_that_makes_a_file_and_then_refuses_direct_io_is_written_to_all_t
         assert storage.read("a") == data
     assert {flags & os.O_CREAT for flags in refused} == {0, os.O_CREAT}
     assert sorted(path.name for path in tmp_path.iterdir()) == [".holdfast.lock", "a"]
+
+
+@pytest.mark.skipif(_system._fallocate is None, reason="this system reserves no room")
+def test_why_room_could_not_be_reserved_is_told():
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        System().allocate(-1, 5)
 
 
 def test_a_descriptor_is_not_closed_twice(tmp_path):

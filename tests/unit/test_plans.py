@@ -254,6 +254,12 @@ def test_one_rank_with_a_leaf_more_still_shares_a_mesh_with_the_others():
     assert [list(tensor.writers) for tensor in plan.tensors] == [[0, 1, 2], [0]]
 
 
+def test_a_leaf_without_bytes_for_its_elements_is_refused():
+    assert Leaf(name="w", dtype="U8", itemsize=1, shape=(2,)).itemsize == 1
+    with pytest.raises(ValueError, match="itemsize must be at least 1, not 0"):
+        Leaf(name="w", dtype="F32", itemsize=0, shape=(2,))
+
+
 def test_ranks_that_disagree_about_a_leaf_are_refused():
     def group(rank, leaf, *layouts):
         return RankGroup(ranks=(rank,), leaves=LeafList(leaves=(leaf,), layouts=layouts))
