@@ -238,3 +238,31 @@ def test_an_object_that_is_cut_while_it_is_read_is_an_error(tmp_path, size):
     with pytest.raises(StorageError, match="the object was cut while it was read") as caught:
         LocalStorage(tmp_path, system=Cut()).read("a")
     assert caught.value.path == "a"
+
+
+def test_a_slow_disk_holds_the_writer_up_before_memory_fills(tmp_path):
+    go_on = threading.Event()
+
+    class Slow(System):
+        def write(self, fd, data, offset):
+            assert go_on.wait(60)
+            return super().write(fd, data, offset)
+
+    piece = os.urandom(4 * 1024 * 1024)
+    taken = []
+
+    def write():
+        with LocalStorage(tmp_path, system=Slow()).open_writer("a") as writer:
+            for n in range(8):
+                writer.write_at(n * len(piece), piece)
+                taken.append(n)
+            writer.finish()
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    writing.join(0.5)
+    held = len(taken)
+    go_on.set()
+    writing.join()
+    assert held <= 4
+    assert LocalStorage(tmp_path).read("a") == piece * 8

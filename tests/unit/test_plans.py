@@ -219,6 +219,11 @@ def test_a_cut_leaf_of_few_rows_is_cut_across_them():
     assert tensor.grid == Grid((2, 8 * MIB), (2, MIB))
 
 
+def test_a_leaf_that_no_dimension_cuts_often_enough_is_cut_along_its_longest():
+    (tensor,) = plan_save(one_group(8, [f32("w", 2, 5, 3)]), piece_bytes=4).tensors
+    assert tensor.grid == Grid((2, 5, 3), (2, 1, 3))
+
+
 def test_stages_of_a_pipeline_write_their_own_leaves_and_share_the_common_ones():
     first, second = layout((2,), Shard(0)), layout((2,), Shard(0), ranks=[2, 3])
     groups = [
