@@ -36,6 +36,7 @@ _CALCULATED: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.BitOr: ast.BitAnd,
 }
 _EXCHANGED: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_SAME_EITHER_WAY: Final = {"min", "max", "samestat"}
 _SILENT_METHODS: Final = {"__repr__", "__str__"}
 
 
@@ -190,7 +191,7 @@ class _Walk(ast.NodeVisitor):
         if node.value is None:
             self._add(node, "pass")
             return
-        if not (isinstance(node.value, ast.Constant) and node.value.value is None):
+        if not (isinstance(node.value, ast.Constant) and not node.value.value):
             self._add(node, "return None")
         if not _is_error(node.value):
             self.visit(node.value)
@@ -277,11 +278,19 @@ class _Walk(ast.NodeVisitor):
         if isinstance(node.func, ast.Name) and node.func.id in _EXCHANGED:
             self._add(node.func, _EXCHANGED[node.func.id])
         places = [place for place, arg in enumerate(node.args) if not isinstance(arg, ast.Starred)]
-        if len(places) > 1 and _name_of(node.func) not in {"isinstance", "getattr"}:
+        if len(places) > 1 and _name_of(node.func) not in {
+            "isinstance",
+            "getattr",
+            *_SAME_EITHER_WAY,
+        }:
             first, second, *_ = node.args
             swapped = [second, first, *node.args[2:]]
             self._add(node, ast.Call(node.func, swapped, node.keywords))
         self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg != "strict":  # of zip: that nobody got the lengths wrong shows nowhere
+            self.visit(node.value)
 
     def generic_visit(self, node: ast.AST) -> None:
         for inner in _children(node):

@@ -11,10 +11,9 @@ import functools
 import hashlib
 import itertools
 import json
-import random
 import threading
 import tomllib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -36,6 +35,8 @@ _FIRST_S: Final = 2.0
 _NEXT_S: Final = 4.0
 _MORE_S: Final = 20.0
 """How long the tests of one mutant may take: a few, and if these notice nothing, more."""
+
+_SOON, _LATER = slice(2), slice(2, None)
 
 _LEDGER: Final = REPO / "build" / "proof" / "mutants.jsonl"
 _EQUIVALENT: Final = Path(__file__).with_name("equivalent_mutants.toml")
@@ -80,6 +81,16 @@ def population() -> list[Placed]:
             key = hashlib.sha256(named.encode() + source).hexdigest()[:24]
             found.append(Placed(path=path, mutant=mutant, key=key))
     return found
+
+
+def draw(everything: Sequence[Placed], seed: int, count: int) -> list[Placed]:
+    """So many of them, by chance. What else there is makes no difference to whether one of them is
+    drawn sooner than another, so that a change of the source leaves the rest as they were."""
+
+    def chance(placed: Placed) -> bytes:
+        return hashlib.sha256(repr((seed, *_name(placed))).encode()).digest()
+
+    return sorted(everything, key=chance)[:count]
 
 
 def equivalents() -> dict[tuple[str, str, str, str, int], str]:
@@ -156,19 +167,19 @@ def _within(seconds: float, tests: Iterable[TimedTest]) -> Iterator[TimedTest]:
             yield test
 
 
-def _judge(covering: Covering, lane: Lane, placed: Placed, all_tests: str) -> Judged:
+def _killer(covering: Covering, lane: Lane, placed: Placed, turns: slice) -> str | None:
+    """The test that notices it, of those whose turn it is."""
     changed = placed.mutant.applied(placed.path.read_bytes())
     compile(changed, placed.path, "exec")  # one that is no Python would prove nothing
-    for tests in choose(covering, placed):
-        if not tests:
+    for tests in choose(covering, placed)[turns]:
+        names = [test.nodeid for test in tests]
+        if not names:
             continue
         seconds = sum(test.seconds for test in tests)
-        names = [test.nodeid for test in tests]
         tried: Tried = lane.try_tests(placed.path, changed, names, seconds)
         if tried.failed:
-            by = tried.by or ""
-            return Judged(key=placed.key, verdict="killed", by=by, tests=_state_of(by))
-    return Judged(key=placed.key, verdict="survived", tests=all_tests)
+            return tried.by
+    return None
 
 
 def _state_of(nodeid: str) -> str:
@@ -218,23 +229,30 @@ def judge(drawn: Sequence[Placed], *, tell: bool = False) -> dict[str, Judged]:
     covering = cover()
     _LEDGER.parent.mkdir(parents=True, exist_ok=True)
     lock = threading.Lock()
-    queue = iter(due)
+    # The tests that take long come when all others had their turn: few mutants are left then.
+    queue = deque((placed, _SOON) for placed in due)
 
     def work() -> None:
         with lane() as mine:
             _check_unchanged(covering, mine, due[0])
             while True:
                 with lock:
-                    placed = next(queue, None)
-                if placed is None:
-                    return
-                judged = _judge(covering, mine, placed, all_tests)
+                    if not queue:
+                        return
+                    placed, turns = queue.popleft()
+                by = _killer(covering, mine, placed, turns)
+                if by is None and turns == _SOON:
+                    queue.append((placed, _LATER))
+                    continue
+                verdict: Verdict = "survived" if by is None else "killed"
+                tests = all_tests if by is None else _state_of(by)
                 with lock:
+                    judged = Judged(key=placed.key, verdict=verdict, by=by or "", tests=tests)
                     found[placed.key] = judged
                     with _LEDGER.open("a", encoding="utf-8") as ledger:
                         ledger.write(json.dumps(asdict(judged)) + "\n")
                     if tell:
-                        print(f"{len(found)}/{len(drawn)} {judged.verdict:8} {placed}", flush=True)
+                        print(f"{len(found)}/{len(drawn)} {verdict:8} {placed}", flush=True)
 
     with ThreadPoolExecutor(_LANES) as pool:
         for done in [pool.submit(work) for _ in range(min(_LANES, len(due)))]:
@@ -262,10 +280,11 @@ def share_killed(verdicts: Iterable[Judged]) -> float | None:
 def run(_subject: str, seed: int) -> Outcome:
     """One batch. A violation if of all that are known of this source too few are killed."""
     everything = population()
-    drawn = random.Random(seed).sample(everything, _BATCH)
+    drawn = draw(everything, seed, _BATCH)
     found = judge(drawn)
     facts = Counter(f"mutants {found[placed.key].verdict}" for placed in drawn)
-    present = {placed.key for placed in everything}
+    same = equivalents()
+    present = {placed.key for placed in everything if _name(placed) not in same}
     share = share_killed(judged for judged in _known().values() if judged.key in present)
     if share is None or share >= LEAST_PERCENT:
         return Outcome(cases=len(drawn), facts=facts)
@@ -298,7 +317,7 @@ def main() -> None:
     options.add_argument("--count", type=int, default=500)
     chosen = options.parse_args()
     everything = population()
-    drawn = random.Random(chosen.seed).sample(everything, min(chosen.count, len(everything)))
+    drawn = draw(everything, chosen.seed, chosen.count)
     found = judge(drawn, tell=True)
     print()
     for placed in drawn:

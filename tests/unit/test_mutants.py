@@ -28,6 +28,8 @@ def changes(source):
         ("return not a", ["return None", "(a)"]),
         ("return a + 7", ["return None", "(a - 7)", "8", "(6)"]),
         ("return True", ["return None", "False"]),
+        ("return False", ["True"]),
+        ("return zip(a, strict=True)", ["return None"]),
         ("return a[1:b]", ["return None", "", "", "2", "(0)"]),
         ("return f(a, b)", ["return None", "(f(b, a))"]),
         ("return min(a)", ["return None", "max"]),
@@ -82,6 +84,18 @@ def test_a_change_is_found_again_by_its_function_and_its_words():
     assert [(change.where, change.nth) for change in found] == [("", 0), ("A.f", 0), ("A.f", 1)]
     assert found[0].at_import
     assert found[2].applied(source).decode().endswith("é = 'é'; return 3 + 4\n")
+
+
+def test_a_draw_hangs_on_the_seed_and_not_on_what_else_there_is():
+    everything = [
+        campaign.Placed(path=LIBRARY / "reshard" / "_box.py", mutant=change, key=str(change.start))
+        for change in mutants((LIBRARY / "reshard" / "_box.py").read_bytes())
+    ]
+    drawn = campaign.draw(everything, 0, 20)
+    assert campaign.draw(everything[::-1], 0, 20) == drawn
+    assert campaign.draw(everything, 1, 20) != drawn
+    fewer = [placed for placed in everything if placed is not drawn[3]]
+    assert campaign.draw(fewer, 0, 19) == [*drawn[:3], *drawn[4:]]
 
 
 def test_the_closest_tests_come_first_and_those_with_torch_last():

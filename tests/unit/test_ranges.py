@@ -172,6 +172,10 @@ def test_without_a_gap_only_what_touches_becomes_one_read():
     assert len(coalesce([(0, 1), (1, 1)], max_gap=0, max_bytes=1)) == 2
 
 
+def test_a_leaf_of_no_bytes_has_no_chunks():
+    assert chunk_spans(0, 4, [(0, 0)]) == []
+
+
 @pytest.mark.parametrize(("max_gap", "max_bytes"), [(-1, 1), (0, 0)])
 def test_impossible_limits_are_refused(max_gap, max_bytes):
     with pytest.raises(ValueError, match="max_gap"):
