@@ -36,7 +36,7 @@ _CALCULATED: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.BitOr: ast.BitAnd,
 }
 _EXCHANGED: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
-_SAME_EITHER_WAY: Final = {"min", "max", "samestat"}
+_NOT_SWAPPED: Final = {"isinstance", "getattr", "min", "max", "samestat"}
 _SILENT_METHODS: Final = {"__repr__", "__str__"}
 
 
@@ -278,11 +278,7 @@ class _Walk(ast.NodeVisitor):
         if isinstance(node.func, ast.Name) and node.func.id in _EXCHANGED:
             self._add(node.func, _EXCHANGED[node.func.id])
         places = [place for place, arg in enumerate(node.args) if not isinstance(arg, ast.Starred)]
-        if len(places) > 1 and _name_of(node.func) not in {
-            "isinstance",
-            "getattr",
-            *_SAME_EITHER_WAY,
-        }:
+        if len(places) > 1 and _name_of(node.func) not in _NOT_SWAPPED:
             first, second, *_ = node.args
             swapped = [second, first, *node.args[2:]]
             self._add(node, ast.Call(node.func, swapped, node.keywords))
