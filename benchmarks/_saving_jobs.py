@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from _disk import status
 from _savers import PREFIX, Holdfast, Saver, saver_of
 from _training import Batch, Copy, HookTimes, LowRank, Shape, Training
 from holdfast import CheckpointOptions, DistributedCheckpoint, SaveOptions
-from storage import status
 
 STEPS_AFTER = 2
 """Steps made while a save goes on, before its end is waited for. Only the first can be held up: it
