@@ -108,7 +108,7 @@ def lines(
         parts.append(_text(LEFT - 5, height + 4, vertical.show(tick), anchor="end"))
     for tick in horizontal.ticks:
         across_px = LEFT + horizontal.share(tick) * (WIDTH - LEFT - RIGHT)
-        anchor = {0.0: "start", 1.0: "end"}.get(horizontal.share(tick), "middle")
+        anchor = _anchor(horizontal, tick)
         parts.append(_text(across_px, bottom + LINE, horizontal.show(tick), anchor=anchor))
     parts.append(_text((LEFT + WIDTH) / 2, bottom + 2 * LINE + 1, x, anchor="middle"))
     for name, unsorted in series.items():
@@ -169,7 +169,8 @@ def bars(title: str, groups: Mapping[str, Mapping[str, Point]], *, x: str, aroun
         for tick in axis.ticks
     ]
     below = [
-        _text(place(tick), height + 13, axis.show(tick), anchor="middle") for tick in axis.ticks
+        _text(place(tick), height + 13, axis.show(tick), anchor=_anchor(axis, tick))
+        for tick in axis.ticks
     ]
     caption = _text(RIGHT, height + 30, x)
     return _svg(title, [*rules, *parts, *below, caption], height + 38)
@@ -214,6 +215,11 @@ def _around_one(values: Sequence[float]) -> Axis:
     return Axis(least=2.0**first, most=2.0**last, ticks=ticks, show=number, log=True)
 
 
+def _anchor(axis: Axis, tick: float) -> str:
+    """So that what is written at an end does not stand out."""
+    return {0.0: "start", 1.0: "end"}.get(axis.share(tick), "middle")
+
+
 def _round_step(step: float) -> float:
     size = 10.0 ** math.floor(math.log10(step))
     return next(size * times for times in (1, 2, 2.5, 5, 10) if size * times >= step)
@@ -226,15 +232,16 @@ def _thinned(values: Sequence[float]) -> list[float]:
 
 
 def _colours(names: Sequence[str]) -> dict[str, str]:
-    """Who is known has the same in every chart; others get what is left."""
-    known = {
-        name: next((place for start, place in KNOWN.items() if name.startswith(start)), None)
-        for name in names
-    }
-    free = [n for n in range(COLOURS) if n not in known.values()] or [0]
-    strangers = [name for name in names if known[name] is None]
-    given = {name: free[n % len(free)] for n, name in enumerate(strangers)}
-    return {name: f"var(--c{given.get(name, known[name])})" for name in names}
+    """Who is known has the same in every chart; others get what is left, while there is some."""
+    given: dict[str, int] = {}
+    for name in names:
+        place = next((place for start, place in KNOWN.items() if name.startswith(start)), None)
+        if place is not None and place not in given.values():
+            given[name] = place
+    free = [n for n in (*range(1, COLOURS), 0) if n not in given.values()] or [0]
+    strangers = [name for name in names if name not in given]
+    given |= {name: free[n % len(free)] for n, name in enumerate(strangers)}
+    return {name: f"var(--c{given[name]})" for name in names}
 
 
 def _legend(names: Sequence[str], colours: Mapping[str, str]) -> tuple[list[str], int]:

@@ -31,8 +31,9 @@ summary { cursor: pointer; } summary b { margin-right: 8px; } summary span { col
   font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: 10px 0 2px; }
 th, td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--rule);
-  vertical-align: top; } th { color: var(--soft); font-weight: 500; }
-td:first-child { min-width: 15em; } .missed { color: var(--bad); font-weight: 600; }
+  vertical-align: top; } th { color: var(--soft); font-weight: 500;
+  white-space: nowrap; } .list td:first-child { min-width: 15em; }
+.missed { color: var(--bad); font-weight: 600; }
 """
 
 SECTIONS = {
@@ -129,10 +130,10 @@ def _numbers(name: str, outcome: Outcome, run: Run) -> str:
 
 def _table(title: str, table: Sequence[Row]) -> str:
     header, *rest = table
-    caption = f"<caption>{escape(title)}</caption>" if title else ""
+    start = f"<table><caption>{escape(title)}</caption>" if title else '<table class="list">'
     heads = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rest)
-    return f"<table>{caption}<tr>{heads}</tr>{body}</table>"
+    return f"{start}<tr>{heads}</tr>{body}</table>"
 
 
 def _cell(text: str) -> str:

@@ -95,8 +95,9 @@ def _other(name: str, make: Make, threads: int, repeats: int) -> list[Measuremen
 
 
 def _memory(extent: Extent) -> list[Measurement]:
-    def told_by(kind: str, parameters: int) -> int:
-        command = [sys.executable, str(HERE / "_precision_memory.py"), kind, str(parameters)]
+    def told_by(kind: str, parameters: int, steps: int = 3) -> int:
+        program = str(HERE / "_precision_memory.py")
+        command = [sys.executable, program, kind, str(parameters), str(steps)]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     few, many = extent.of(24) * 2**20, extent.of(72, least=2) * 2**20
@@ -104,8 +105,9 @@ def _memory(extent: Extent) -> list[Measurement]:
     for kind, most in (("fused", 16.5), ("remainder", 14.5), ("plain", 20.5)):
         held = (told_by(kind, many) - told_by(kind, few)) / (many - few)
         found.append(at_most(f"AdamW, {kind}: bytes per parameter", [held], "B", most))
-    growth = told_by("growth", 2**20) / 2**20
-    return [*found, at_most("growth over 1,000 steps", [growth], "MiB", 1.0)]
+    steps = extent.of(1000)
+    growth = told_by("growth", 2**20, steps) / 2**20
+    return [*found, at_most(f"growth over {steps:,} steps", [growth], "MiB", 1.0)]
 
 
 def _saving(repeats: int, folder: Path) -> Measurement:

@@ -62,9 +62,8 @@ def measure(extent: Extent = FULL) -> list[Measurement]:
 
 def with_size(extent: Extent) -> list[Measurement]:
     found: list[Measurement] = []
-    for size in extent.upto(SIZES):
-        leaf = min(LEAF_BYTES, extent.of(LEAF_BYTES))
-        state = random_tensors(extent.of(size) // leaf, leaf)
+    for size in SIZES:
+        state = random_tensors(size // LEAF_BYTES, extent.of(LEAF_BYTES))
         work = partial(side_by_side, state, extent.repeats(REPEATS), and_warm=size <= WARM_BYTES)
         seconds = in_folder(work)
         amount = sum(tensor.nbytes for tensor in state.values())
