@@ -97,7 +97,13 @@ def _resumed(run: Run, folder: Path) -> Run:
     path = folder / f"{_stem(run)}.json"
     if not path.exists():
         return run
-    found = from_json(path.read_text(encoding="utf-8"))
+    try:
+        found = from_json(path.read_text(encoding="utf-8"))
+    except (KeyError, TypeError, ValueError) as failure:
+        sys.exit(
+            f"{path} is no run that can be gone on with ({failure!r}). Nothing was measured or "
+            "changed; without --resume a new run replaces it."
+        )
     if differing := run.differs(found):
         sys.exit(
             f"{path} is another run: {'; '.join(differing)}. Nothing was measured or changed; "

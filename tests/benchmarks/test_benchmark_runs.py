@@ -181,6 +181,14 @@ def test_a_run_of_something_else_is_not_gone_on_with(full_house, tmp_path):
     assert results(tmp_path) == kept
 
 
+def test_a_file_of_another_form_is_not_gone_on_with(tmp_path):
+    (tmp_path / "tiny.json").write_text('{"machine": {}, "results": {}}')
+    refused = run(tmp_path, "import_time", "--resume")
+    assert refused.returncode == 1
+    assert "is no run that can be gone on with (KeyError('extent'))" in refused.stderr
+    assert (tmp_path / "tiny.json").read_text() == '{"machine": {}, "results": {}}'
+
+
 def test_one_that_fails_is_told_and_a_run_goes_on_with_what_is_left(tmp_path):
     """No folder can be made where the run begins, as incremental needs one."""
     ended = run(tmp_path, "incremental", "import_time", cwd="/proc")
