@@ -17,11 +17,16 @@ def machine_facts() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
         "disk": _disk(Path.cwd()),
-        "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "machine": f"{platform.system()} {_kernel()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "commit": _commit(),
     }
+
+
+def _kernel() -> str:
+    """Its version, without what a provider appends."""
+    return platform.release().partition("-")[0]
 
 
 def load() -> str:
