@@ -259,7 +259,7 @@ def _all(what: str, found: Found) -> list[Measurement]:
             f"{what}: held up, {name}",
             [1000 * each.total_s for each in saves],
             "ms",
-            place=Place(chart=f"{what}: training held up", series=name),
+            place=Place(chart=what, series=name),
         )
         for name, saves in found.saves.items()
     ]

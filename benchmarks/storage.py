@@ -133,7 +133,7 @@ def _against(
             ratios(seconds[name], seconds[HOLDFAST]),
             "x",
             dcp_least if name == best else 1,
-            place=Place(chart=what, series=label),
+            place=Place(chart=what, series=name if name in (TORCH, SAFETENSORS) else label),
         )
         for label, name in peers.items()
     ]
