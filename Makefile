@@ -36,8 +36,9 @@ site: .venv/docs-ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
+# Of ARGS: --quick, --resume, names of benchmarks.
 bench: setup
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 proof: setup
 	$(BIN)/python -m pytest -m proof

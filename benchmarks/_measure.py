@@ -4,15 +4,64 @@ Machines differ and drift, so a benchmark compares: every repeat times each cand
 turn, and the order rotates from repeat to repeat, so that a slow second hits all of them alike.
 """
 
+import concurrent.futures
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much of a benchmark is run: ``FULL`` for its numbers, less of it to see that it works.
+
+    ``part`` is what is left of a size or a count, ``most`` the highest number of repeats.
+    """
+
+    name: str
+    part: float = 1.0
+    most: int | None = None
+
+    def of(self, amount: int, *, least: int = 1) -> int:
+        return max(least, int(amount * self.part))
+
+    def repeats(self, number: int) -> int:
+        return number if self.most is None else min(number, self.most)
+
+    def upto(self, amounts: Sequence[int], *, least: int = 1) -> list[int]:
+        """Those of ascending ``amounts`` that are no more than a part of the last, but at least the
+        first ``least`` of them."""
+        most = amounts[-1] * self.part
+        return [each for n, each in enumerate(amounts) if n < least or each <= most]
+
+
+FULL = Extent(name="full")
+QUICK = Extent(name="quick", part=1 / 8, most=3)
+TINY = Extent(name="tiny", part=1 / 256, most=1)
+"""For the tests, which want to know whether it runs."""
+
+EXTENTS = {extent.name: extent for extent in (FULL, QUICK, TINY)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a number stands in a chart: in which, whose it is, and at what. A bar has no ``at``."""
+
+    chart: str
+    series: str
+    at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One number, what it should be, and whether it is. ``spread`` is the p10-p90 range."""
+    """One number, what it should be, and whether it is. ``spread`` is the p10-p90 range of
+    ``values``, of which the number is the median."""
 
     name: str
     value: float
@@ -20,6 +69,8 @@ class Measurement:
     target: str
     met: bool
     spread: str
+    values: tuple[float, ...] = ()
+    place: Place | None = None
 
 
 def interleaved(
@@ -54,35 +105,80 @@ def _seconds_per_call(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter_ns() - start) / calls / 1e9
 
 
+def in_a_process(work: Callable[..., T], *args: Any) -> T:
+    """In a fresh one, so that nothing that was there before counts."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        return pool.submit(work, *args).result()
+
+
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
+    """That of ``names`` whose median is the least."""
+    return min(names, key=lambda name: median(seconds[name]))
+
+
+def ratios(those: Sequence[float], these: Sequence[float]) -> list[float]:
+    """Of the same repeat, so that a slow second is on both sides."""
+    return [a / b for a, b in zip(those, these, strict=True)]
+
+
+def low_and_high(values: Sequence[float]) -> tuple[float, float]:
+    """The p10 and the p90."""
+    if len(values) == 1:
+        return values[0], values[0]
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return deciles[0], deciles[-1]
+
+
 def spread(values: Sequence[float], *, scale: float = 1.0, digits: int = 3) -> str:
     """The p10-p90 range of ``values``, each times ``scale``."""
-    if len(values) == 1:
-        low = high = values[0]
-    else:
-        deciles = statistics.quantiles(values, n=10, method="inclusive")
-        low, high = deciles[0], deciles[-1]
+    low, high = low_and_high(values)
     return f"{low * scale:.{digits}f}\N{EN DASH}{high * scale:.{digits}f}"
 
 
-def told(name: str, values: Sequence[float], unit: str) -> Measurement:
+def told(
+    name: str, values: Sequence[float], unit: str, *, place: Place | None = None
+) -> Measurement:
     """The median of ``values``, which has no target."""
-    return Measurement(
-        name=name, value=median(values), unit=unit, target="-", met=True, spread=spread(values)
-    )
+    return _judged(name, values, unit, "-", place, met=True)
 
 
-def at_most(name: str, values: Sequence[float], unit: str, most: float) -> Measurement:
+def at_most(
+    name: str, values: Sequence[float], unit: str, most: float, *, place: Place | None = None
+) -> Measurement:
     """The median of ``values``, which should be that at most."""
-    value = median(values)
+    target = f"\N{LESS-THAN OR EQUAL TO} {most:g}"
+    return _judged(name, values, unit, target, place, met=median(values) <= most)
+
+
+def at_least(
+    name: str, values: Sequence[float], unit: str, least: float, *, place: Place | None = None
+) -> Measurement:
+    """The median of ``values``, which should be that at least; over 1 if that is 1."""
+    target = f"\N{GREATER-THAN OR EQUAL TO} {least:g}" if least != 1 else "> 1"
+    return _judged(name, values, unit, target, place, met=median(values) >= least)
+
+
+def _judged(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    target: str,
+    place: Place | None,
+    *,
+    met: bool,
+) -> Measurement:
     return Measurement(
         name=name,
-        value=value,
+        value=median(values),
         unit=unit,
-        target=f"\N{LESS-THAN OR EQUAL TO} {most:g}",
-        met=value <= most,
+        target=target,
+        met=met,
         spread=spread(values) if len(values) > 1 else "-",
+        values=tuple(values),
+        place=place,
     )

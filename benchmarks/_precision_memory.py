@@ -1,8 +1,13 @@
-"""A process that says how many bytes it holds: ``_precision_memory.py kind parameters``.
+"""A process that says how many bytes it holds: ``_precision_memory.py kind parameters steps``.
 
+<<<<<<< HEAD
 ``fused``, ``remainder`` and ``not fused`` are AdamW with BF16 weights after three steps, gradients
 included, ``by its own step`` is one that is stepped all at once; ``growth`` is what 1,000 steps add
 to the first 100.
+=======
+``fused``, ``remainder`` and ``plain`` are AdamW with BF16 weights after so many steps, gradients
+included; ``growth`` is what that many add to the first 100.
+>>>>>>> c344eed39fdb56e4d9f72becb473ce149b4bd093
 """
 
 import ctypes
@@ -43,20 +48,20 @@ def step(optimizer: MixedPrecisionOptimizer) -> None:
 
 
 def main() -> None:
-    kind, parameters = sys.argv[1], int(sys.argv[2])
+    kind, (parameters, steps) = sys.argv[1], map(int, sys.argv[2:])
     step(made(kind, 2**20))  # whatever torch makes at a first step is none of the model's
     if kind == "growth":
         small = made("fused", parameters)
         for _ in range(100):
             step(small)
         before = held()
-        for _ in range(1000):
+        for _ in range(steps):
             step(small)
         print(held() - before)
         return
     before = held()
     optimizer = made(kind, parameters)
-    for _ in range(3):
+    for _ in range(steps):
         step(optimizer)
     print(held() - before)
 

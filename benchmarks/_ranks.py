@@ -4,35 +4,24 @@ A rank holds a state to save and one to load into. Holdfast, DCP and the bare di
 the same bytes of it. Knows nothing of time: who calls, measures.
 """
 
-import mmap
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from _disk import RAW, extra_memory, raw_read, raw_write
+from _peers import DCP, dcp_load, dcp_save
 from holdfast.contracts import ReadRange, Storage
 from holdfast.distributed import CheckpointOptions, DistributedCheckpoint, LoadOptions, SaveOptions
 from holdfast.storage import LocalStorage
 from holdfast.storage._wrapped import WrappedStorage
-from storage import extra_memory, on_threads
-
-RAW = {f"raw{n}": n for n in (1, 2, 4)}
-"""The bare disk, and by how many threads of each rank it is used."""
-
-DCP = {f"DCP{n}": n for n in (1, 2, 4)}
-"""DCP, and its ``thread_count``."""
 
 WIDTH = 2048
-BLOCK_BYTES = 4 * 2**20
-PAGE_BYTES = 4096
 
 
 class Training:
@@ -145,8 +134,8 @@ def check(rank: int, name: str) -> None:
         raise AssertionError(f"{name} did not load what it saved")
 
 
-def peak_of(rank: int, work: Callable[[int, str], None]) -> int:
-    return extra_memory(lambda: work(rank, "holdfast"))[0]
+def peak_of(rank: int, work: Callable[[int, str], None], name: str) -> int:
+    return extra_memory(lambda: work(rank, name))
 
 
 def bytes_read(rank: int, folder: Path) -> int:
@@ -184,49 +173,3 @@ def checkpoint_in(storage: Path | Storage) -> DistributedCheckpoint:
 def load(checkpoint: DistributedCheckpoint, into: Training) -> None:
     options = LoadOptions(checkpoint_prefix="a", load_rng_state=False)
     checkpoint.load(into.model, into.optimizer, options)
-
-
-def dcp_save(state: Mapping[str, Any], path: Path, *, threads: int, alone: bool) -> None:
-    writer = dcp.FileSystemWriter(path, thread_count=threads)
-    dcp.save(dict(state), storage_writer=writer, no_dist=alone)
-
-
-def dcp_load(state: Mapping[str, Any], path: Path, *, alone: bool) -> None:
-    dcp.load(dict(state), storage_reader=dcp.FileSystemReader(path), no_dist=alone)
-
-
-def raw_write(path: Path, size_bytes: int, threads: int) -> None:
-    size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)
-        block = mmap.mmap(-1, BLOCK_BYTES)
-        block.write(np.random.default_rng(0).bytes(BLOCK_BYTES))
-
-        def work(first: int) -> None:
-            for at in range(first * BLOCK_BYTES, size_bytes, threads * BLOCK_BYTES):
-                piece = memoryview(block)[: size_bytes - at]
-                if os.pwrite(fd, piece, at) != len(piece):
-                    raise OSError("short write")
-
-        on_threads(threads, work)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def raw_read(path: Path, threads: int) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        size_bytes = os.fstat(fd).st_size
-
-        def work(first: int) -> None:
-            block = mmap.mmap(-1, BLOCK_BYTES)
-            for at in range(first * BLOCK_BYTES, size_bytes, threads * BLOCK_BYTES):
-                piece = memoryview(block)[: size_bytes - at]
-                if os.preadv(fd, [piece], at) != len(piece):
-                    raise OSError("short read")
-
-        on_threads(threads, work)
-    finally:
-        os.close(fd)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from _disk import status
 from _savers import PREFIX, Holdfast, Saver, saver_of
 from _training import Batch, Copy, HookTimes, LowRank, Shape, Training
 from holdfast import CheckpointOptions, DistributedCheckpoint, SaveOptions
-from storage import status
 
 STEPS_AFTER = 2
 """Steps made while a save goes on, before its end is waited for. Only the first can be held up: it
@@ -156,8 +156,8 @@ def _held(here: Here, name: str, batch: Batch, *, late: bool) -> Held:
 def loops(
     rank: int, names: Sequence[str], batch: Batch, steps: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of ``steps`` steps, with one save begun before the first; one number for each
-    repeat. A save that takes longer than the steps would not be counted in full, and is refused."""
+    """Seconds of ``steps`` steps, with one save begun before the first, and of what it takes
+    longer than they do, so that every save is counted in full; one number for each repeat."""
     here = HERE[0]
     found: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
@@ -170,14 +170,8 @@ def loops(
         saver.start()
         for _ in range(steps):
             here.training.step(batch, saver.before_step)
-        stepped_s = time.perf_counter()
         saver.finish()
-        late_s = time.perf_counter() - stepped_s
-        if late_s > (stepped_s - began_s) / steps:
-            raise AssertionError(
-                f"{name}: the save outlasted its {steps} steps by {late_s:.1f} s; make them longer"
-            )
-        found[name].append(stepped_s - began_s)
+        found[name].append(time.perf_counter() - began_s)
         saver.clean()
     return found
 

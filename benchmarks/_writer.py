@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import holdfast
-from _ranks import raw_write
+from _disk import raw_write
 
 LEAF_BYTES = 64 * 2**20
 

@@ -4,14 +4,15 @@ the manager and the engine add to a look-up and to a call."""
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from _disk import on_threads
 from _gpt import GPT
-from _measure import Measurement, at_most, interleaved, told
+from _measure import FULL, Extent, Measurement, Place, at_most, interleaved, ratios, told
 from holdfast.activation import (
     AsyncRecomputationEngine,
     CheckpointManager,
@@ -22,6 +23,7 @@ from holdfast.activation import (
 
 Call = Callable[..., Any]
 THREADS = 8
+STEP = "checkpoint(): time of a step"
 
 
 def torchs(fn: Call, *args: Any) -> Any:
@@ -35,15 +37,21 @@ def nothing(fn: Call, *args: Any) -> Any:
 HOW: dict[str, Call] = {"plain": nothing, "torch": torchs, "holdfast": checkpoint}
 
 
-def measure() -> list[Measurement]:
+def measure(extent: Extent = FULL) -> list[Measurement]:
     threads = torch.get_num_threads()
     try:
-        return [*small_ops(), *gpt(), *lookups(), *calls(), *together()]
+        return [
+            *small_ops(extent.repeats(201)),
+            *gpt(extent.repeats(31)),
+            *lookups(extent),
+            *calls(extent),
+            *together(extent.repeats(25)),
+        ]
     finally:
         torch.set_num_threads(threads)
 
 
-def small_ops() -> list[Measurement]:
+def small_ops(repeats: int) -> list[Measurement]:
     """torch's own micro case: a chain of 101 operators on almost nothing."""
     torch.set_num_threads(1)
 
@@ -56,10 +64,10 @@ def small_ops() -> list[Measurement]:
         x = torch.ones(4, requires_grad=True)
         how(chain, x).sum().backward()
 
-    return _against_torch("101 small ops", step, repeats=201)
+    return _against_torch("101 small ops", step, repeats=repeats)
 
 
-def gpt() -> list[Measurement]:
+def gpt(repeats: int) -> list[Measurement]:
     """Twelve blocks, each checkpointed, with dropout."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
@@ -71,7 +79,7 @@ def gpt() -> list[Measurement]:
         model(tokens, how).backward()
 
     step(nothing)  # the gradients are there from now on
-    return _against_torch("GPT of 12 blocks", step, repeats=31)
+    return _against_torch("GPT of 12 blocks", step, repeats=repeats)
 
 
 def _against_torch(name: str, step: Callable[[Call], None], *, repeats: int) -> list[Measurement]:
@@ -80,14 +88,25 @@ def _against_torch(name: str, step: Callable[[Call], None], *, repeats: int) -> 
     seconds = interleaved({key: _bound(step, how) for key, how in HOW.items()}, repeats=repeats)
     peaks = {key: measure_peak(step, how).peak_bytes for key, how in HOW.items()}
     return [
-        at_most(f"{name}: time, of torch's", _ratios(seconds, "holdfast", "torch"), "x", 1.0),
-        told(f"{name}: time, of no checkpointing", _ratios(seconds, "holdfast", "plain"), "x"),
+        at_most(
+            f"{name}: time, of torch's",
+            ratios(seconds["holdfast"], seconds["torch"]),
+            "x",
+            1.0,
+            place=Place(chart=STEP, series=f"{name}, of torch's"),
+        ),
+        told(
+            f"{name}: time, of no checkpointing",
+            ratios(seconds["holdfast"], seconds["plain"]),
+            "x",
+            place=Place(chart=STEP, series=f"{name}, of no checkpointing"),
+        ),
         at_most(f"{name}: peak, of torch's", [peaks["holdfast"] / peaks["torch"]], "x", 1.0),
         told(f"{name}: peak, of no checkpointing", [peaks["holdfast"] / peaks["plain"]], "x"),
     ]
 
 
-def lookups() -> list[Measurement]:
+def lookups(extent: Extent) -> list[Measurement]:
     """A kept activation, over a look-up in a dict."""
     with CheckpointManager() as manager:
         kept = {f"layer.{i}": torch.zeros(8) for i in range(64)}
@@ -98,10 +117,11 @@ def lookups() -> list[Measurement]:
             lambda: kept["layer.7"],
             lambda: manager.retrieve_or_recompute("layer.7"),
             most_us=2.0,
+            extent=extent,
         )
 
 
-def calls() -> list[Measurement]:
+def calls(extent: Extent) -> list[Measurement]:
     """A recompute function, over calling it."""
     result = torch.zeros(8)
 
@@ -111,15 +131,21 @@ def calls() -> list[Measurement]:
     with RecomputationEngine() as engine:
         engine.register_recompute_function("layer.7", bare)
         return _over(
-            "recompute, over the bare call", bare, lambda: engine.recompute("layer.7"), most_us=3.0
+            "recompute, over the bare call",
+            bare,
+            lambda: engine.recompute("layer.7"),
+            most_us=3.0,
+            extent=extent,
         )
 
 
-def _over(name: str, bare: Call, wrapped: Call, *, most_us: float) -> list[Measurement]:
+def _over(
+    name: str, bare: Call, wrapped: Call, *, most_us: float, extent: Extent
+) -> list[Measurement]:
     both = {"bare": bare, "wrapped": wrapped}
-    alone = interleaved(both, repeats=51, calls=2_000)
+    alone = interleaved(both, repeats=extent.repeats(51), calls=2_000)
     beside = interleaved(
-        {key: _by_threads(call) for key, call in both.items()}, repeats=15, calls=1
+        {key: _by_threads(call) for key, call in both.items()}, repeats=extent.repeats(15)
     )
     return [
         at_most(name, _over_us(alone, 1), "us", most_us),
@@ -139,17 +165,9 @@ def _by_threads(call: Call) -> Callable[[], None]:
 
     def run() -> None:
         start = threading.Barrier(THREADS)
-        _on_threads(THREADS, lambda: work(start))
+        on_threads(THREADS, lambda _: work(start))
 
     return run
-
-
-def _on_threads(count: int, work: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def _over_us(seconds: dict[str, list[float]], calls: int) -> list[float]:
@@ -159,7 +177,7 @@ def _over_us(seconds: dict[str, list[float]], calls: int) -> list[float]:
     ]
 
 
-def together() -> list[Measurement]:
+def together(repeats: int) -> list[Measurement]:
     """Two recomputations of about 50 ms that need nothing of each other, on one thread each."""
     torch.set_num_threads(1)
     matrix = torch.randn(512, 512)
@@ -174,14 +192,16 @@ def together() -> list[Measurement]:
                 "one": lambda: asyncio.run(engine.recompute_async("a")),
                 "two": lambda: asyncio.run(_both(engine)),
                 "one bare": lambda: _product(matrix, rounds),
-                "two bare": lambda: _on_threads(2, lambda: _product(matrix, rounds)),
+                "two bare": lambda: on_threads(2, lambda _: _product(matrix, rounds)),
             },
-            repeats=25,
+            repeats=repeats,
         )
     name = "two async recomputations of 50 ms, of one"
     return [
-        at_most(name, _ratios(seconds, "two", "one"), "x", 1.3),
-        told(f"{name}: two threads without us", _ratios(seconds, "two bare", "one bare"), "x"),
+        at_most(name, ratios(seconds["two"], seconds["one"]), "x", 1.3),
+        told(
+            f"{name}: two threads without us", ratios(seconds["two bare"], seconds["one bare"]), "x"
+        ),
     ]
 
 
@@ -204,7 +224,3 @@ def _timed(call: Callable[..., Any], *args: Any) -> float:
 
 def _bound(step: Callable[[Call], None], how: Call) -> Callable[[], None]:
     return lambda: step(how)
-
-
-def _ratios(seconds: dict[str, list[float]], one: str, other: str) -> Sequence[float]:
-    return [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from _measure import Measurement, interleaved, median, spread
+from _measure import FULL, Extent, Measurement, interleaved, median, spread
 from holdfast.coordination import TorchCoordinator
 from holdfast.errors import CheckpointError
 from holdfast.testing import RankGang
@@ -19,10 +19,10 @@ LIVENESS_S = 2.0
 BOUND_S = 1.0
 
 
-def measure() -> list[Measurement]:
+def measure(extent: Extent = FULL) -> list[Measurement]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its stack traces of a killed store
     with RankGang(RANKS) as gang:
-        per_rank = gang.run(barriers)
+        per_rank = gang.run(barriers, extent.repeats(30))
     found = [_barrier(per_rank)]
     for name, fault, bound_s in (
         ("a rank raises", fail, BOUND_S),
@@ -32,8 +32,8 @@ def measure() -> list[Measurement]:
         waited = LIVENESS_S if fault is be_stopped else 0.0
         times = [
             noticed(victim, fault) - waited
-            for _ in range(1 if fault is be_stopped else 3)
-            for victim in range(RANKS)
+            for _ in range(1 if fault is be_stopped else extent.repeats(3))
+            for victim in range(extent.repeats(RANKS))
         ]
         found.append(
             Measurement(
@@ -61,14 +61,14 @@ def _barrier(per_rank: list[dict[str, list[float]]]) -> Measurement:
     )
 
 
-def barriers(rank: int) -> dict[str, list[float]]:
+def barriers(rank: int, repeats: int) -> dict[str, list[float]]:
     import torch.distributed as dist  # noqa: PLC0415 -- only in the ranks
 
     with TorchCoordinator(liveness_timeout_s=LIVENESS_S) as coordinator:
         coordinator.barrier()
         # Stretches, not single calls: a barrier's keys are tidied while the next one begins.
         return interleaved(
-            {"holdfast": coordinator.barrier, "gloo": dist.barrier}, repeats=30, calls=20
+            {"holdfast": coordinator.barrier, "gloo": dist.barrier}, repeats=repeats, calls=20
         )
 
 

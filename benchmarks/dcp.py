@@ -18,50 +18,63 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from _measure import Measurement, interleaved, median, spread, told
+from _disk import cold, in_folder
+from _measure import (
+    FULL,
+    MIB,
+    Extent,
+    Measurement,
+    Place,
+    at_least,
+    fastest,
+    interleaved,
+    ratios,
+    told,
+)
+from _peers import DCP, HOLDFAST
 from _ranks import Training
-from distributed import cold, in_folder, on_ranks
+from distributed import on_ranks
 from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
 from holdfast.testing import RankGang
 
-STATE_BYTES = 2048 * 2**20
+STATE_BYTES = 2048 * MIB
 SMALL_TENSORS = 10_000
-REPEATS = 7
-OURS = "holdfast"
-DCP = {f"DCP{n}": n for n in (1, 2, 4)}
-"""DCP's own storage, and its ``thread_count``."""
+REPEATS = 5
+REPEATS_OF_SMALL = 3
 
 SAVE_TIMES = 1.2
 LOAD_TIMES = 2.0
 
 
-def measure() -> list[Measurement]:
+def measure(extent: Extent = FULL) -> list[Measurement]:
     found: list[Measurement] = []
     for ranks in (1, 2):
-        found += in_folder(partial(compared, ranks=ranks, small=False))
-    found += in_folder(partial(compared, ranks=1, small=True))
-    return found
+        found += in_folder(partial(compared, extent, ranks=ranks, small=None))
+    small = extent.of(SMALL_TENSORS)
+    return [*found, *in_folder(partial(compared, extent, ranks=1, small=small))]
 
 
-def compared(folder: Path, *, ranks: int, small: bool) -> list[Measurement]:
-    names = [OURS, *DCP]
+def compared(extent: Extent, folder: Path, *, ranks: int, small: int | None) -> list[Measurement]:
+    """``small`` is how many tensors of 1 KiB there are, instead of a training's."""
+    names = [HOLDFAST, *DCP]
+    repeats = extent.repeats(REPEATS_OF_SMALL if small else REPEATS)
     with RankGang(ranks) as gang:
-        size = sum(on_ranks(gang, set_up, folder, STATE_BYTES, small=small))
+        size = sum(on_ranks(gang, set_up, folder, extent.of(STATE_BYTES), small=small))
         for name in names:
             on_ranks(gang, save, name)
         saved = interleaved(
             {name: partial(on_ranks, gang, save, name) for name in names},
-            repeats=REPEATS,
+            repeats=repeats,
             prepare=partial(empty, folder),
         )
         loads: dict[str, Callable[[], object]] = {
             name: partial(on_ranks, gang, load, name) for name in names
         }
-        from_disk = interleaved(loads, repeats=REPEATS, prepare=lambda _: cold(folder))
+        from_disk = interleaved(loads, repeats=repeats, prepare=lambda _: cold(folder))
         for name in names:
             on_ranks(gang, check, name)
-        from_cache = interleaved(loads, repeats=REPEATS)
-    what = f"{SMALL_TENSORS:,} tensors of 1 KiB" if small else f"{ranks} rank{'s' * (ranks > 1)}"
+        from_cache = interleaved(loads, repeats=repeats)
+    what = f"{small:,} tensors of 1 KiB" if small else f"{ranks} rank{'s' * (ranks > 1)}"
     return [
         measurement
         for verb, seconds, least in (
@@ -85,11 +98,11 @@ class Here:
 HERE: list[Here] = []  # in a rank's process, where each call is a function of its own
 
 
-def set_up(rank: int, folder: Path, size_bytes: int, *, small: bool) -> int:
+def set_up(rank: int, folder: Path, size_bytes: int, *, small: int | None) -> int:
     """Returns how many bytes are this rank's."""
     ranks = torch.distributed.get_world_size()
     states = [
-        _small(seed) if small else Training(size_bytes, ranks=ranks, seed=seed).tensors()
+        _small(seed, small) if small else Training(size_bytes, ranks=ranks, seed=seed).tensors()
         for seed in (1, 2)
     ]
     HERE.append(Here(folder, states, alone=ranks == 1))
@@ -100,7 +113,9 @@ def save(rank: int, name: str) -> None:
     here = HERE[0]
     path = here.folder / name / "a"
     writer = (
-        HoldfastWriter(path) if name == OURS else dcp.FileSystemWriter(path, thread_count=DCP[name])
+        HoldfastWriter(path)
+        if name == HOLDFAST
+        else dcp.FileSystemWriter(path, thread_count=DCP[name])
     )
     dcp.save(dict(here.saved), storage_writer=writer, no_dist=here.alone)
 
@@ -108,7 +123,7 @@ def save(rank: int, name: str) -> None:
 def load(rank: int, name: str) -> None:
     here = HERE[0]
     path = here.folder / name / "a"
-    reader = HoldfastReader(path) if name == OURS else dcp.FileSystemReader(path)
+    reader = HoldfastReader(path) if name == HOLDFAST else dcp.FileSystemReader(path)
     dcp.load(dict(here.into), storage_reader=reader, no_dist=here.alone)
 
 
@@ -128,9 +143,9 @@ def empty(folder: Path, name: str) -> None:
     os.sync()
 
 
-def _small(seed: int) -> dict[str, Any]:
+def _small(seed: int, count: int) -> dict[str, Any]:
     random = torch.Generator().manual_seed(seed)
-    return {"model": {f"leaf{n}": torch.rand(256, generator=random) for n in range(SMALL_TENSORS)}}
+    return {"model": {f"leaf{n}": torch.rand(256, generator=random) for n in range(count)}}
 
 
 def _local(state: Any) -> list[Any]:
@@ -143,17 +158,14 @@ def _told(
     what: str, seconds: dict[str, list[float]], least: float, size_bytes: int | None
 ) -> list[Measurement]:
     """How many times as fast; and the speeds of both, or without a size their times."""
-    peer = min(DCP, key=lambda name: median(seconds[name]))
-    pairs = [theirs / ours for theirs, ours in zip(seconds[peer], seconds[OURS], strict=True)]
-    value = median(pairs)
+    peer = fastest(seconds, tuple(DCP))
     return [
-        Measurement(
-            name=f"{what}, times as fast as DCP's own storage",
-            value=value,
-            unit="x",
-            target=f"\N{GREATER-THAN OR EQUAL TO} {least:g}",
-            met=value >= least,
-            spread=spread(pairs),
+        at_least(
+            f"{what}, times as fast as DCP's own storage",
+            ratios(seconds[peer], seconds[HOLDFAST]),
+            "x",
+            least,
+            place=Place(chart=what, series="DCP's own storage"),
         ),
         *(
             told(f"{what}, {name}", seconds[name], "s")
@@ -161,6 +173,6 @@ def _told(
             else told(
                 f"{what}, {name}", [size_bytes / taken / 1e9 for taken in seconds[name]], "GB/s"
             )
-            for name in (OURS, peer)
+            for name in (HOLDFAST, peer)
         ),
     ]

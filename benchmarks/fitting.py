@@ -7,29 +7,30 @@ from there to saving everything. At each, torch's choices that fit are timed, an
 set beside a plan for the same bytes, in paired steps. A peak is over what is resident when a step
 begins, gradients included. Each model has a process of its own, with the allocator fixed.
 
-``python benchmarks/fitting.py [--quick] [--torch] [case ...]`` tries some of it: quickly, torch's
-side only, the cases named.
+All eight models at six budgets take half an hour: ``python benchmarks/fitting.py`` does that, and
+writes ``results/fitting.json`` and ``fitting.md``, which the charts of plans are drawn from. As one
+of the benchmarks of ``run.py`` it takes three of the models at four budgets.
+``fitting.py [--quick] [--torch] [case ...]`` tries some of it: quickly, torch's side only, the
+cases named.
 """
 
 import argparse
-import concurrent.futures
 import json
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import _fitting_ours
+from _facts import machine_facts
 from _fitting_compare import Fit, Outcome, compare
 from _fitting_models import CASES
 from _fitting_search import Bench, Effort, TorchsBest, settle_process, torchs_best
 from _fitting_table import compared_table, models_table, torch_table
-from _measure import Measurement
-from run import HEADER, aligned, machine_facts, rows
+from _measure import FULL, Extent, Measurement, in_a_process
+from _report import as_lines
 
-FULL = Effort(
+THOROUGH = Effort(
     levels=(90, 75, 50, 25, 10, 0),
     judged=(75, 50, 25),
     lines=12,
@@ -38,7 +39,11 @@ FULL = Effort(
     pairs=21,
     pairs_elsewhere=9,
 )
-QUICK = Effort(levels=(50,), judged=(50,), lines=4, tried=3, compared=1, pairs=7, pairs_elsewhere=3)
+USUAL = replace(THOROUGH, levels=(75, 50, 25, 0))
+USUAL_CASES = ("gpt-12-dropout", "resnet", "llama")
+"""Attention with random numbers to draw again, convolutions, and a model of another library."""
+
+HASTY = Effort(levels=(50,), judged=(50,), lines=4, tried=3, compared=1, pairs=7, pairs_elsewhere=3)
 MOST_ELSEWHERE = 1.02
 MOST_OF_BUDGET = 1.05
 MOST_PLANNING = 30.0
@@ -59,11 +64,18 @@ class Found:
         return min(each.smallest_bytes for each in self.outcomes)
 
 
-def measure(effort: Effort = FULL, names: Sequence[str] = tuple(CASES)) -> list[Measurement]:
+def measure(extent: Extent = FULL) -> list[Measurement]:
+    if extent == FULL:
+        return fitted(USUAL, USUAL_CASES)
+    return fitted(HASTY, USUAL_CASES[: extent.most])
+
+
+def fitted(effort: Effort, names: Sequence[str]) -> list[Measurement]:
     found: list[Found] = []
     for name in names:
-        found.append(_in_a_process(_run, name, effort))
-        if effort == FULL and set(names) == set(CASES):  # after each: it takes half an hour
+        _tell(name)
+        found.append(in_a_process(_run, name, effort))
+        if effort == THOROUGH and set(names) == set(CASES):  # after each: it takes half an hour
             _write(_page(found), found)
     print("\n".join(_page(found)))
     return [each for case in found for each in _measurements(case, effort)]
@@ -104,13 +116,6 @@ def run(name: str, effort: Effort, fit: Fit) -> Found:
 def _run_torch(name: str, effort: Effort) -> TorchsBest:
     settle_process()
     return torchs_best(Bench(CASES[name]), effort)
-
-
-def _in_a_process(work: Any, name: str, effort: Effort) -> Any:
-    _tell(name)
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
-        return pool.submit(work, name, effort).result()
 
 
 def _tell(what: str) -> None:
@@ -230,12 +235,12 @@ def main() -> None:
     unknown = sorted(set(given.cases) - CASES.keys())
     if unknown:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
-    names, effort = given.cases or list(CASES), QUICK if given.quick else FULL
+    names, effort = given.cases or list(CASES), HASTY if given.quick else THOROUGH
     if given.torch:
-        found = [(name, _in_a_process(_run_torch, name, effort)) for name in names]
+        found = [(name, in_a_process(_run_torch, name, effort)) for name in names]
         print("\n".join(torch_table(found)))
         return
-    print("\n".join(aligned([HEADER, *rows({"fitting": measure(effort, names)})])))
+    print("\n".join(as_lines({"fitting": fitted(effort, names)})))
 
 
 if __name__ == "__main__":

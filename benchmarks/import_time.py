@@ -3,26 +3,17 @@
 import subprocess
 import sys
 
-from _measure import Measurement, interleaved, median, spread
+from _measure import FULL, Extent, Measurement, at_most, interleaved
 
 TARGET_S = 0.15
 
 
-def measure() -> list[Measurement]:
+def measure(extent: Extent = FULL) -> list[Measurement]:
     bare()
     with_holdfast()
-    seconds = interleaved({"bare": bare, "with": with_holdfast}, repeats=20)
+    seconds = interleaved({"bare": bare, "with": with_holdfast}, repeats=extent.repeats(20))
     added = [with_it - bare for with_it, bare in zip(seconds["with"], seconds["bare"], strict=True)]
-    return [
-        Measurement(
-            name="import holdfast, over a bare interpreter",
-            value=median(added),
-            unit="s",
-            target=f"<= {TARGET_S} s",
-            met=median(added) <= TARGET_S,
-            spread=spread(added),
-        )
-    ]
+    return [at_most("import holdfast, over a bare interpreter", added, "s", TARGET_S)]
 
 
 def bare() -> None:

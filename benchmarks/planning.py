@@ -7,18 +7,15 @@ Every layout runs in processes of its own, so that the peak of their memory is t
 ``uneven`` is hard on purpose: every tensor has another size, none a multiple of the ranks.
 """
 
-import concurrent.futures
 import hashlib
-import multiprocessing
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from _measure import Measurement, median, spread
+from _disk import status
+from _measure import FULL, MIB, Extent, Measurement, at_most, in_a_process
 from holdfast.catalog._placing import placement_of_grid
 from holdfast.format import CommitRecord, StoredFile, StoredTensor, encode_record
 from holdfast.reshard import (
@@ -40,7 +37,6 @@ TENSORS = 1000
 REPEATS = 3
 SECONDS = 10.0
 MEBIBYTES = 64.0
-MIB = 1024 * 1024
 ATTEMPT = "0123456789abcdef"
 
 Shape = tuple[int, ...]
@@ -48,7 +44,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    mesh_shape: Shape
+    mesh_of: Callable[[int], Shape]
     placements: tuple[Placement, ...]
     shape_of: Callable[[int], Shape]
 
@@ -74,76 +70,65 @@ def all_different(index: int) -> Shape:
     return (16411 + 37 * index, 1021)
 
 
+def flat(ranks: int) -> Shape:
+    return (ranks,)
+
+
+def by_eight(ranks: int) -> Shape:
+    return (ranks // 8, 8)
+
+
+STRIDED = (StridedShard(0, 8), Shard(0))
+
 JOBS = {
-    "FSDP2 [8192]": Job(mesh_shape=(8192,), placements=(Shard(0),), shape_of=transformer),
-    "HSDP [8, 1024]": Job(
-        mesh_shape=(8, 1024), placements=(Replicate(), Shard(0)), shape_of=transformer
+    "FSDP2": Job(mesh_of=flat, placements=(Shard(0),), shape_of=transformer),
+    "HSDP, 8 replicas": Job(
+        mesh_of=lambda ranks: (8, ranks // 8),
+        placements=(Replicate(), Shard(0)),
+        shape_of=transformer,
     ),
-    "FSDP2+TP [1024, 8]": Job(
-        mesh_shape=(1024, 8), placements=(StridedShard(0, 8), Shard(0)), shape_of=transformer
-    ),
-    "uneven FSDP2 [8192]": Job(mesh_shape=(8192,), placements=(Shard(0),), shape_of=all_different),
-    "uneven FSDP2+TP [1024, 8]": Job(
-        mesh_shape=(1024, 8), placements=(StridedShard(0, 8), Shard(0)), shape_of=all_different
-    ),
+    "FSDP2+TP of 8": Job(mesh_of=by_eight, placements=STRIDED, shape_of=transformer),
+    "uneven FSDP2": Job(mesh_of=flat, placements=(Shard(0),), shape_of=all_different),
+    "uneven FSDP2+TP of 8": Job(mesh_of=by_eight, placements=STRIDED, shape_of=all_different),
 }
 
 
-def measure() -> list[Measurement]:
+def measure(extent: Extent = FULL) -> list[Measurement]:
+    ranks, tensors = extent.of(RANKS, least=16), extent.of(TENSORS)
     found = []
     for name in JOBS:
-        outcomes = [_in_a_process(name) for _ in range(REPEATS)]
+        outcomes = [
+            in_a_process(as_rank_0, name, ranks, tensors) for _ in range(extent.repeats(REPEATS))
+        ]
         seconds = [outcome.seconds for outcome in outcomes]
         peaks = [outcome.peak_mib for outcome in outcomes]
         record = outcomes[0].record_mib
-        what = f"plan and record of {RANKS} ranks x {TENSORS} tensors, {name}"
+        what = f"plan and record of {ranks} ranks x {tensors} tensors, {name}"
         found += [
-            _at_most(SECONDS, f"{what}: time", seconds, "s"),
-            _at_most(MEBIBYTES, f"{what}: extra memory", peaks, "MiB"),
-            _at_most(MEBIBYTES, f"{what}: size of the record", [record], "MiB"),
+            at_most(f"{what}: time", seconds, "s", SECONDS),
+            at_most(f"{what}: extra memory", peaks, "MiB", MEBIBYTES),
+            at_most(f"{what}: size of the record", [record], "MiB", MEBIBYTES),
         ]
     return found
 
 
-def _at_most(limit: float, name: str, values: list[float], unit: str) -> Measurement:
-    return Measurement(
-        name=name,
-        value=median(values),
-        unit=unit,
-        target=f"<= {limit:g} {unit}",
-        met=median(values) <= limit,
-        spread=spread(values),
-    )
-
-
-def _in_a_process(name: str) -> Outcome:
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
-        return pool.submit(_run, name).result()
-
-
-def _run(name: str) -> Outcome:
-    payloads, leaf_list = _sent_by_ranks(JOBS[name])
-    before = _own_mib("VmRSS")
+def as_rank_0(name: str, ranks: int, tensors: int) -> Outcome:
+    """What rank 0 does, in a process of its own."""
+    payloads, leaf_list = _sent_by_ranks(JOBS[name], ranks, tensors)
+    before = status("VmRSS")
     start = time.perf_counter()
     record = _of_rank_0(payloads, leaf_list)
     seconds = time.perf_counter() - start
-    extra = _own_mib("VmHWM") - before
-    return Outcome(seconds=seconds, peak_mib=extra, record_mib=len(record) / MIB)
+    extra = status("VmHWM") - before
+    return Outcome(seconds=seconds, peak_mib=extra / MIB, record_mib=len(record) / MIB)
 
 
-def _own_mib(field: str) -> float:
-    """Resident memory of this process, now (``VmRSS``) or at its peak (``VmHWM``); Linux only.
-
-    ``ru_maxrss`` would not do: a child begins with its parent's, and a peak below that is lost.
-    """
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    return int(re.findall(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)[0]) / 1024
-
-
-def _sent_by_ranks(job: Job) -> tuple[list[bytes], bytes]:
-    ranks = IndexRuns(runs=((0, 1, RANKS),))
-    layout = Layout(mesh_shape=job.mesh_shape, ranks=ranks, placements=job.placements)
+def _sent_by_ranks(job: Job, ranks: int, tensors: int) -> tuple[list[bytes], bytes]:
+    layout = Layout(
+        mesh_shape=job.mesh_of(ranks),
+        ranks=IndexRuns(runs=((0, 1, ranks),)),
+        placements=job.placements,
+    )
     leaves = tuple(
         Leaf(
             name=f"model.layers.{index // 12}.block.{index % 12}.weight",
@@ -152,7 +137,7 @@ def _sent_by_ranks(job: Job) -> tuple[list[bytes], bytes]:
             shape=job.shape_of(index),
             layout=0,
         )
-        for index in range(TENSORS)
+        for index in range(tensors)
     )
     listed = LeafList(leaves=leaves, layouts=(layout,))
     digest = listed.digest()
@@ -169,7 +154,7 @@ def _sent_by_ranks(job: Job) -> tuple[list[bytes], bytes]:
                 ],
             )
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
     return payloads, listed.encode()
 
@@ -189,7 +174,7 @@ def _of_rank_0(payloads: list[bytes], leaf_list: bytes) -> bytes:
             ordinal=1,
             attempt=ATTEMPT,
             created="2026-01-31T12:00:00Z",
-            world_size=RANKS,
+            world_size=len(payloads),
             writer="holdfast benchmarks",
             files=tuple(file for payload in received for file in payload.files),
             tensors={

@@ -12,7 +12,6 @@ disk.
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from pathlib import Path
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from _measure import Measurement, at_most, interleaved, median, spread, told
-from _ranks import raw_write
+from _disk import in_folder, raw_write
+from _measure import FULL, Extent, Measurement, Place, at_least, at_most, interleaved, ratios, told
 from holdfast.precision import (
     MixedPrecisionOptimizer,
     MixedPrecisionOptions,
@@ -32,6 +31,7 @@ from holdfast.precision import (
 SHAPES = [(1024, 1024)] * 20 + [(1024,)] * 40 + [(3000, 1024)]
 REPEATS = 15
 SAVES = 5
+STEP = "mixed-precision step, of the time of"
 SCALE = 2.0**10
 HERE = Path(__file__).parent
 
@@ -46,21 +46,21 @@ OTHERS: dict[str, Make] = {
 }
 
 
-def measure() -> list[Measurement]:
+def measure(extent: Extent = FULL) -> list[Measurement]:
     before = torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found += _fused(threads)
+            found += _fused(threads, extent.repeats(REPEATS))
             for name, make in OTHERS.items():
-                found += _other(name, make, threads)
+                found += _other(name, make, threads, extent.repeats(REPEATS))
     finally:
         torch.set_num_threads(before)
-    return [*found, *_memory(), _saving()]
+    return [*found, *_memory(extent), in_folder(partial(_saving, extent.repeats(SAVES)))]
 
 
-def _fused(threads: int) -> list[Measurement]:
+def _fused(threads: int, repeats: int) -> list[Measurement]:
     seconds = interleaved(
         _warm(
             {
@@ -71,65 +71,66 @@ def _fused(threads: int) -> list[Measurement]:
                 "remainder": mixed(FUSED, "bf16", master_storage="remainder"),
             }
         ),
-        repeats=REPEATS,
+        repeats=repeats,
     )
     most = {1: (1.30, 1.05), 2: (1.10, 0.95)}[threads]
     found = []
     for ours in ("bf16", "fp16"):
         for other, limit in zip(("FP32", "GradScaler"), most, strict=True):
             name = f"fused AdamW, {ours}, {threads} threads: of {other} + clip"
-            found.append(at_most(name, ratios(seconds[ours], seconds[other]), "x", limit))
+            pairs = ratios(seconds[ours], seconds[other])
+            place = Place(chart=STEP, series=f"fused AdamW, {ours}, {threads} threads, of {other}")
+            found.append(at_most(name, pairs, "x", limit, place=place))
     name = f"fused AdamW, bf16 with remainders, {threads} threads: of FP32 + clip"
     return [*found, told(name, ratios(seconds["remainder"], seconds["FP32"]), "x")]
 
 
-def _other(name: str, make: Make, threads: int) -> list[Measurement]:
+def _other(name: str, make: Make, threads: int, repeats: int) -> list[Measurement]:
     seconds = interleaved(
-        _warm({"FP32": plain(make), "bf16": mixed(make, "bf16")}), repeats=REPEATS
+        _warm({"FP32": plain(make), "bf16": mixed(make, "bf16")}), repeats=repeats
     )
     told_as = f"{name}, bf16, {threads} threads: of FP32 + clip"
-    return [at_most(told_as, ratios(seconds["bf16"], seconds["FP32"]), "x", 1.40)]
+    place = Place(chart=STEP, series=f"{name}, bf16, {threads} threads, of FP32")
+    return [at_most(told_as, ratios(seconds["bf16"], seconds["FP32"]), "x", 1.40, place=place)]
 
 
-def _memory() -> list[Measurement]:
-    def told_by(kind: str, parameters: int) -> int:
-        command = [sys.executable, str(HERE / "_precision_memory.py"), kind, str(parameters)]
+def _memory(extent: Extent) -> list[Measurement]:
+    def told_by(kind: str, parameters: int, steps: int = 3) -> int:
+        program = str(HERE / "_precision_memory.py")
+        command = [sys.executable, program, kind, str(parameters), str(steps)]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    few, many = 24 * 2**20, 72 * 2**20
+    few, many = extent.of(24) * 2**20, extent.of(72, least=2) * 2**20
     found = []
     targets = {"fused": 16.5, "remainder": 14.5, "not fused": 16.5, "by its own step": 20.5}
     for kind, most in targets.items():
         held = (told_by(kind, many) - told_by(kind, few)) / (many - few)
         found.append(at_most(f"AdamW, {kind}: bytes per parameter", [held], "B", most))
-    growth = told_by("growth", 2**20) / 2**20
-    return [*found, at_most("growth over 1,000 steps", [growth], "MiB", 1.0)]
+    steps = extent.of(1000)
+    growth = told_by("growth", 2**20, steps) / 2**20
+    return [*found, at_most(f"growth over {steps:,} steps", [growth], "MiB", 1.0)]
 
 
-def _saving() -> Measurement:
+def _saving(repeats: int, folder: Path) -> Measurement:
     optimizer = mixed_optimizer(FUSED, "bf16")
     optimizer.step()
-    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=".") as folder:
-        path, raw = Path(folder) / "mp.safetensors", Path(folder) / "raw"
+    path, raw = folder / "mp.safetensors", folder / "raw"
 
-        def save() -> None:
-            save_checkpoint(create_checkpoint(optimizer), path)
+    def save() -> None:
+        save_checkpoint(create_checkpoint(optimizer), path)
 
-        save()
-        size = path.stat().st_size
-        seconds = interleaved(
-            {"holdfast": save, "raw": lambda: raw_write(raw, size, 2)},
-            repeats=SAVES,
-            prepare=lambda name: (path if name == "holdfast" else raw).unlink(missing_ok=True),
-        )
-    speeds = ratios(seconds["raw"], seconds["holdfast"])
-    return Measurement(
-        name="create_checkpoint + save_checkpoint: of the bare disk's speed",
-        value=median(speeds),
-        unit="x",
-        target="\N{GREATER-THAN OR EQUAL TO} 0.8",
-        met=median(speeds) >= 0.8,
-        spread=spread(speeds),
+    save()
+    size = path.stat().st_size
+    seconds = interleaved(
+        {"holdfast": save, "raw": lambda: raw_write(raw, size, 2)},
+        repeats=repeats,
+        prepare=lambda name: (path if name == "holdfast" else raw).unlink(missing_ok=True),
+    )
+    return at_least(
+        "create_checkpoint + save_checkpoint: of the bare disk's speed",
+        ratios(seconds["raw"], seconds["holdfast"]),
+        "x",
+        0.8,
     )
 
 
@@ -188,10 +189,6 @@ def mixed(make: Make, precision: str, **words: object) -> Callable[[], object]:
             raise RuntimeError("a made-up gradient overflowed")
 
     return step
-
-
-def ratios(ours: list[float], others: list[float]) -> list[float]:
-    return [mine / other for mine, other in zip(ours, others, strict=True)]
 
 
 def _warm(steps: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:

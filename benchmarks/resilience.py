@@ -1,6 +1,6 @@
 """What retry and circuit breaker cost a call that succeeds, over making the call bare."""
 
-from _measure import Measurement, interleaved, median, spread
+from _measure import FULL, Extent, Measurement, at_most, interleaved
 from holdfast.resilience import CircuitBreaker, FaultToleranceHandler, RetryBudget
 
 REPEATS = 101
@@ -13,7 +13,7 @@ def operation() -> int:
     return 1
 
 
-def measure() -> list[Measurement]:
+def measure(extent: Extent = FULL) -> list[Measurement]:
     handler = FaultToleranceHandler(retry_budget=RetryBudget())
     breaker = CircuitBreaker()
     seconds = interleaved(
@@ -22,7 +22,7 @@ def measure() -> list[Measurement]:
             "retry": lambda: handler.execute_with_retry(operation),
             "breaker": lambda: breaker.execute(operation),
         },
-        repeats=REPEATS,
+        repeats=extent.repeats(REPEATS),
         calls=CALLS,
     )
     return [
@@ -33,11 +33,4 @@ def measure() -> list[Measurement]:
 
 def _overhead(name: str, wrapped: list[float], bare: list[float], target_us: float) -> Measurement:
     over_us = [1e6 * (w - b) for w, b in zip(wrapped, bare, strict=True)]
-    return Measurement(
-        name=f"{name} over a bare call that succeeds",
-        value=median(over_us),
-        unit="us",
-        target=f"<= {target_us:g} us",
-        met=median(over_us) <= target_us,
-        spread=spread(over_us),
-    )
+    return at_most(f"{name} over a bare call that succeeds", over_us, "us", target_us)

@@ -20,20 +20,20 @@ nothing; names of parts (stall, ranks, loop, low-rank, memory) leave out the oth
 
 import argparse
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from _measure import Measurement, at_most, told
+from _disk import in_folder
+from _measure import FULL, MIB, QUICK, Extent, Measurement, Place, at_most, told
+from _report import as_lines
 from _savers import BESIDE, DCP
 from _saving_jobs import Held, held_up, loops, low_rank, memory, set_up, tear_down
 from _training import Batch, Shape
 from distributed import on_ranks
 from holdfast.testing import RankGang
-from run import HEADER, aligned, rows
 
-MIB = 2**20
 ASYNC = "holdfast"
 QUARTER = "holdfast, a quarter of the memory"
 WRITER = "a process that writes"
@@ -54,18 +54,18 @@ class Plan:
     low_rank: tuple[int, int]
 
 
-FULL = Plan(
+IN_EARNEST = Plan(
     shape=Shape(width=1024, layers=7, tokens=4096),  # 1.07 GiB of state
     half=Shape(width=1024, layers=3, tokens=4096),
     long=(4, 128),
     short=(1, 8),
     loop=(2, 128),
-    repeats=5,
+    repeats=3,
     steps=10,
     saves=(3, 50),
     low_rank=(2048, 64),  # 1 GiB of model
 )
-QUICK = Plan(
+SMALL = Plan(
     shape=Shape(width=256, layers=10, tokens=1024),
     half=Shape(width=256, layers=3, tokens=1024),
     long=(4, 128),
@@ -78,12 +78,9 @@ QUICK = Plan(
 )
 
 
-def measure(plan: Plan = FULL, parts: Sequence[str] = ()) -> list[Measurement]:
-    found: list[Measurement] = []
-    for name in parts or PARTS:
-        with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=".") as folder:
-            found += PARTS[name](Path(folder).resolve(), plan)
-    return found
+def measure(extent: Extent = FULL, parts: Sequence[str] = ()) -> list[Measurement]:
+    plan = IN_EARNEST if extent == FULL else replace(SMALL, repeats=extent.repeats(SMALL.repeats))
+    return [each for name in parts or PARTS for each in in_folder(partial(PARTS[name], plan=plan))]
 
 
 def stall(folder: Path, plan: Plan) -> list[Measurement]:
@@ -151,8 +148,18 @@ def loop(folder: Path, plan: Plan) -> list[Measurement]:
 
     what = f"{plan.steps} steps with a save"
     return [
-        at_most(f"{what}, slower than beside {WRITER}", slower(ASYNC, WRITER), "x", 0.05),
-        *(told(f"{what}, slower, {name}", slower(name), "x") for name in names[1:]),
+        at_most(
+            f"{what}, slower than beside {WRITER}", slower(ASYNC, WRITER), "of the steps", 0.05
+        ),
+        *(
+            told(
+                f"{what}, slower, {name}",
+                slower(name),
+                "of the steps",
+                place=Place(chart=f"{what}: how much slower", series=name),
+            )
+            for name in names[1:]
+        ),
         told(f"{plan.steps} steps without one", none, "s"),
     ]
 
@@ -186,7 +193,7 @@ def memory_over_saves(folder: Path, plan: Plan) -> list[Measurement]:
     ]
 
 
-PARTS: Mapping[str, Callable[[Path, Plan], list[Measurement]]] = {
+PARTS: Mapping[str, Callable[..., list[Measurement]]] = {
     "stall": stall,
     "ranks": ranks,
     "loop": loop,
@@ -248,7 +255,12 @@ def _all(what: str, found: Found) -> list[Measurement]:
     """What every way to save did, for the reader to compare."""
     ours = found.saves[ASYNC]
     shown = [
-        told(f"{what}: held up, {name}", [1000 * each.total_s for each in saves], "ms")
+        told(
+            f"{what}: held up, {name}",
+            [1000 * each.total_s for each in saves],
+            "ms",
+            place=Place(chart=what, series=name),
+        )
         for name, saves in found.saves.items()
     ]
     said = [1000 * (each.said_s or 0.0) for each in ours]
@@ -268,7 +280,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     found = measure(QUICK if given.quick else FULL, given.parts)
-    print("\n".join(aligned([HEADER, *rows({"saving_async": found})])))
+    print("\n".join(as_lines({"saving_async": found})))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from _measure import Measurement, at_most, told
+from _measure import FULL, MIB, Extent, Measurement, at_most, told
 from holdfast.activation._solving.chain import Chain, Option, Stage
 from holdfast.activation._solving.schedule import Schedule
 from holdfast.activation._solving.simulating import simulate
@@ -24,7 +24,6 @@ SLOTS = 2000
 REPEATS = 5
 SECONDS = 1.0
 MEBIBYTES = 200.0
-MIB = 1 << 20
 KEPT = ((17, 0.0), (14, 0.01), (11, 0.03), (9, 0.08), (8, 0.15), (5, 0.5))
 
 
@@ -64,25 +63,26 @@ def uneven() -> Chain:
     return Chain(stages=stages, base_bytes=3 * MIB, head_bytes=30 * MIB)
 
 
-def measure() -> list[Measurement]:
+def measure(extent: Extent = FULL) -> list[Measurement]:
     found = []
+    repeats = extent.repeats(REPEATS)
     for name, chain in {"alike": alike(), "uneven": uneven()}.items():
         everything = simulate(chain, Schedule(choices=(0,) * BLOCKS)).peak_bytes
         for share in (0.5, 0.25, 0.1):
-            found += _solving(chain, int(everything * share), f"{name}, {share:.0%}")
-        seconds = [_seconds(functools.partial(curve, chain, slots=SLOTS)) for _ in range(REPEATS)]
+            found += _solving(chain, int(everything * share), f"{name}, {share:.0%}", repeats)
+        seconds = [_seconds(functools.partial(curve, chain, slots=SLOTS)) for _ in range(repeats)]
         found.append(told(f"{BLOCKS} blocks, {name}: the whole curve", [min(seconds)], "s"))
     return found
 
 
-def _solving(chain: Chain, budget_bytes: int, name: str) -> list[Measurement]:
+def _solving(chain: Chain, budget_bytes: int, name: str, repeats: int) -> list[Measurement]:
     def call() -> Solution:
         solved = solve(chain, budget_bytes, slots=SLOTS)
         if not isinstance(solved, Solution):
             raise TypeError(f"{name}: {solved}")
         return solved
 
-    seconds = [_seconds(call) for _ in range(REPEATS)]
+    seconds = [_seconds(call) for _ in range(repeats)]
     tracemalloc.start()
     solved = call()
     _, peak = tracemalloc.get_traced_memory()

@@ -1,232 +1,149 @@
 """A 2 GiB state to disk and back: holdfast beside the bare disk, torch.save, safetensors and DCP.
 
-Everything is timed until it is durable, and read from a cold cache into memory that is already
-there. The bare disk is read and written with direct I/O by 1, 2 and 4 threads, and the best of the
-three is what the others are compared with: a disk's speed swings, so all of them take turns.
+Everything is timed until it is durable, and read into memory that is already there, from a cold
+cache and from a warm one. The bare disk is read and written with direct I/O by 1, 2 and 4 threads,
+and the best of the three is what the others are compared with: a disk's speed swings, so all of
+them take turns. DCP is compared at its defaults, and at the best of 1, 2 and 4 threads.
 """
 
-import ctypes
-import mmap
 import os
-import shutil
-import tempfile
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 
-from _measure import Measurement, interleaved, median, spread
+from _disk import RAW, cold, extra_memory, in_folder, raw_read, raw_write, warm
+from _measure import (
+    FULL,
+    MIB,
+    Extent,
+    Measurement,
+    Place,
+    at_least,
+    at_most,
+    fastest,
+    interleaved,
+    ratios,
+    told,
+)
+from _peers import DCP, DCP_DEFAULT, HOLDFAST, ORBAX, SAFETENSORS, TORCH, has_orbax, peer_names, way
 from holdfast.catalog import Catalog
 
-GIB = 2**30
-STATE_BYTES = 2 * GIB
-LEAF_BYTES = 64 * 2**20
-BLOCK_BYTES = 4 * 2**20
-THREADS = (1, 2, 4)
-REPEATS = 9
-EXTRA_MEMORY_BYTES = 128 * 2**20
+STATE_BYTES = 2048 * MIB
+LEAF_BYTES = 64 * MIB
+REPEATS = 5
+EXTRA_MEMORY_MIB = 128
+
+Seconds = Mapping[str, list[float]]
 
 
-def measure() -> list[Measurement]:
-    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=".") as folder:
-        return _measure(Path(folder))
+def measure(extent: Extent = FULL) -> list[Measurement]:
+    return in_folder(partial(_measure, extent=extent))
 
 
-def _measure(folder: Path) -> list[Measurement]:
-    random = np.random.default_rng(0)
-    count = LEAF_BYTES // 4
-    state = {
-        f"layer{n}": random.integers(-(2**30), 2**30, count, dtype=np.int32)
-        for n in range(STATE_BYTES // LEAF_BYTES)
-    }
+def _measure(folder: Path, *, extent: Extent) -> list[Measurement]:
+    state = random_state(extent.of(STATE_BYTES), extent.of(LEAF_BYTES))
+    size = sum(array.nbytes for array in state.values())
+    repeats = extent.repeats(REPEATS)
     tensors = {name: torch.from_numpy(array) for name, array in state.items()}
     into = {name: np.ones_like(array) for name, array in state.items()}
     tensors_into = {name: torch.from_numpy(array) for name, array in into.items()}
-    catalog = Catalog(folder / "holdfast")
+    catalog = Catalog(folder / HOLDFAST)
+    peers = {name: way(name, folder, tensors, tensors_into) for name in peer_names()}
     raw = folder / "raw"
-    files = {"torch.save": folder / "torch.pt", "safetensors": folder / "state.safetensors"}
 
     writes: dict[str, Callable[[], object]] = {
-        f"raw{n}": partial(raw_write, raw, n) for n in THREADS
+        name: partial(raw_write, raw, size, threads) for name, threads in RAW.items()
     }
-    writes |= {
-        "holdfast": lambda: catalog.write("state", state),
-        "torch.save": lambda: torch_save(tensors, files["torch.save"]),
-        "safetensors": lambda: safetensors_save(tensors, files["safetensors"]),
-        "DCP": lambda: dcp_save(tensors, folder / "dcp"),
+    writes[HOLDFAST] = lambda: catalog.write("state", state)
+    writes |= {name: peer.save for name, peer in peers.items()}
+    loads: dict[str, Callable[[], object]] = {
+        HOLDFAST: lambda: catalog.open("state").read_into(into),
+        **{name: peer.load for name, peer in peers.items()},
     }
-    reads: dict[str, Callable[[], object]] = {f"raw{n}": partial(raw_read, raw, n) for n in THREADS}
-    reads |= {
-        "holdfast": lambda: catalog.open("state").read_into(into),
-        "DCP": lambda: dcp_load(tensors_into, folder / "dcp"),
-    }
+    bare = {name: partial(raw_read, raw, threads) for name, threads in RAW.items()}
 
     def empty(name: str) -> None:
-        if name == "holdfast":
+        if name == HOLDFAST:
             catalog.rollback("state")
-        elif name == "DCP":
-            shutil.rmtree(folder / "dcp", ignore_errors=True)
+        elif name in RAW:
+            raw.unlink(missing_ok=True)
         else:
-            files.get(name, raw).unlink(missing_ok=True)
+            peers[name].clear()
         os.sync()
 
-    def cold(name: str) -> None:
-        os.sync()
-        for path in folder.rglob("*"):
-            drop_from_cache(path)
-
-    for call in writes.values():
+    for name, call in writes.items():
         call()
-    catalog.rollback("state")
-    written = interleaved(writes, repeats=REPEATS, prepare=empty)
+        empty(name)
+    written = interleaved(writes, repeats=repeats, prepare=empty)
     for array in into.values():
         array[:] = 0
-    read = interleaved(reads, repeats=REPEATS, prepare=cold)
+    read = interleaved({**bare, **loads}, repeats=repeats, prepare=lambda _: cold(folder))
+    loads[HOLDFAST]()
     for name, array in state.items():
         if not np.array_equal(array, into[name]):
             raise AssertionError(f"{name} was not read back as it was written")
-    write_extra, _ = extra_memory(lambda: catalog.write("again", state))
-    read_extra, _ = extra_memory(lambda: catalog.open("again").read_into(into))
-
+    again = interleaved(loads, repeats=repeats, prepare=lambda name: warm(folder / name))
+    for peer in peers.values():
+        peer.clear()
+    write_extra = extra_memory(lambda: catalog.write("again", state))
+    read_extra = extra_memory(lambda: catalog.open("again").read_into(into))
     return [
-        _ratio("durable write, of the bare disk's speed", written, "raw", 0.85),
-        _ratio("durable write, times as fast as torch.save + fsync", written, "torch.save", 1.0),
-        _ratio("durable write, times as fast as safetensors + fsync", written, "safetensors", 1.0),
-        _ratio("durable write, times as fast as DCP", written, "DCP", 1.0),
-        _speed("durable write, holdfast", written["holdfast"]),
-        _speed("durable write, bare disk", written[best_raw(written)]),
-        _ratio("verified cold read, of the bare disk's speed", read, "raw", 0.85),
-        _ratio("verified cold read, times as fast as DCP (which verifies nothing)", read, "DCP", 3),
-        _speed("verified cold read, holdfast", read["holdfast"]),
-        _speed("cold read, bare disk", read[best_raw(read)]),
-        _memory("extra memory of the write", write_extra),
-        _memory("extra memory of the read", read_extra),
+        _of_the_disk("durable write", written),
+        *_against("durable write", written, size, dcp_least=1),
+        _of_the_disk("verified cold read", read),
+        *_against("verified cold read", read, size, dcp_least=3),
+        *_against("verified warm read", again, size, dcp_least=1),
+        at_most("extra memory of the write", [write_extra / MIB], "MiB", EXTRA_MEMORY_MIB),
+        at_most("extra memory of the read", [read_extra / MIB], "MiB", EXTRA_MEMORY_MIB),
     ]
 
 
-def best_raw(seconds: dict[str, list[float]]) -> str:
-    """The number of threads that was fastest by its median."""
-    return min((f"raw{n}" for n in THREADS), key=lambda name: median(seconds[name]))
+def random_state(size_bytes: int, leaf_bytes: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {
+        f"layer{n}": random.integers(-(2**30), 2**30, leaf_bytes // 4, dtype=np.int32)
+        for n in range(size_bytes // leaf_bytes)
+    }
 
 
-def _ratio(name: str, seconds: dict[str, list[float]], peer: str, least: float) -> Measurement:
-    peer = best_raw(seconds) if peer == "raw" else peer
-    pairs = [b / a for a, b in zip(seconds["holdfast"], seconds[peer], strict=True)]
-    value = median(pairs)
-    target = f"\N{GREATER-THAN OR EQUAL TO} {least:g}" if least != 1 else "> 1"
-    return Measurement(
-        name=name, value=value, unit="x", target=target, met=value >= least, spread=spread(pairs)
-    )
+def _of_the_disk(what: str, seconds: Seconds) -> Measurement:
+    bare = fastest(seconds, tuple(RAW))
+    pairs = ratios(seconds[bare], seconds[HOLDFAST])
+    return at_least(f"{what}, of the bare disk's speed", pairs, "x", 0.85)
 
 
-def _speed(name: str, seconds: list[float]) -> Measurement:
-    speeds = [STATE_BYTES / taken / 1e9 for taken in seconds]
-    return Measurement(
-        name=name, value=median(speeds), unit="GB/s", target="-", met=True, spread=spread(speeds)
-    )
-
-
-def _memory(name: str, extra_bytes: int) -> Measurement:
-    return Measurement(
-        name=name,
-        value=extra_bytes / 2**20,
-        unit="MiB",
-        target=f"\N{LESS-THAN OR EQUAL TO} {EXTRA_MEMORY_BYTES // 2**20}",
-        met=extra_bytes <= EXTRA_MEMORY_BYTES,
-        spread="-",
-    )
-
-
-def on_threads(count: int, work: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def raw_write(path: Path, threads: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, STATE_BYTES)
-        block = mmap.mmap(-1, BLOCK_BYTES)
-        block.write(np.random.default_rng(0).bytes(BLOCK_BYTES))
-
-        def work(first: int) -> None:
-            for at in range(first * BLOCK_BYTES, STATE_BYTES, threads * BLOCK_BYTES):
-                if os.pwrite(fd, block, at) != BLOCK_BYTES:
-                    raise OSError("short write")
-
-        on_threads(threads, work)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def raw_read(path: Path, threads: int) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-
-        def work(first: int) -> None:
-            block = mmap.mmap(-1, BLOCK_BYTES)
-            for at in range(first * BLOCK_BYTES, STATE_BYTES, threads * BLOCK_BYTES):
-                if os.preadv(fd, [block], at) != BLOCK_BYTES:
-                    raise OSError("short read")
-
-        on_threads(threads, work)
-    finally:
-        os.close(fd)
-
-
-def torch_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(tensors, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def safetensors_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    safetensors.torch.save_file(tensors, path)
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def dcp_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
-
-
-def dcp_load(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-
-
-def drop_from_cache(path: Path) -> None:
-    if path.is_file():
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
-def extra_memory(call: Callable[[], object]) -> tuple[int, object]:
-    """How far the process's memory rose over what it was, while the call ran; and its result."""
-    ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
-    result = call()
-    return status("VmHWM") - before, result
-
-
-def status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
+def _against(
+    what: str, seconds: Seconds, size_bytes: int, *, dcp_least: float
+) -> list[Measurement]:
+    """How many times as fast as each peer holdfast is, and everybody's speed."""
+    best = fastest(seconds, tuple(DCP))
+    peers = {
+        "torch.save + fsync" if "write" in what else "torch.load": TORCH,
+        "safetensors + fsync" if "write" in what else "safetensors": SAFETENSORS,
+        "DCP at its defaults": DCP_DEFAULT,
+        "DCP at its best": best,
+        **({ORBAX: ORBAX} if has_orbax() else {}),
+    }
+    found = [
+        at_least(
+            f"{what}, times as fast as {label}",
+            ratios(seconds[name], seconds[HOLDFAST]),
+            "x",
+            dcp_least if name == best else 1,
+            place=Place(chart=what, series=name if name in (TORCH, SAFETENSORS) else label),
+        )
+        for label, name in peers.items()
+    ]
+    shown = [HOLDFAST, *dict.fromkeys(peers.values())]
+    if RAW.keys() <= seconds.keys():
+        shown.append(fastest(seconds, tuple(RAW)))
+    return [
+        *found,
+        *(
+            told(f"{what}, {name}", [size_bytes / taken / 1e9 for taken in seconds[name]], "GB/s")
+            for name in shown
+        ),
+    ]

@@ -1,0 +1,118 @@
+"""The disk under the benchmarks: its bare speed, a cold cache, and a process's memory. Linux only.
+
+Knows nothing of time: who calls, measures.
+"""
+
+import ctypes
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+RAW = {f"raw{n}": n for n in (1, 2, 4)}
+"""The bare disk, and by how many threads of each process it is used."""
+
+BLOCK_BYTES = 4 * 2**20
+PAGE_BYTES = 4096
+
+
+def in_folder(work: Callable[[Path], T]) -> T:
+    """``work`` with a folder on the disk that is measured: below the one the run began in."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=".") as folder:
+        return work(Path(folder).resolve())
+
+
+def raw_write(path: Path, size_bytes: int, threads: int) -> None:
+    """That many bytes with direct I/O, durably."""
+    size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+        block = mmap.mmap(-1, BLOCK_BYTES)
+        block.write(np.random.default_rng(0).bytes(BLOCK_BYTES))
+
+        def work(first: int) -> None:
+            for at in range(first * BLOCK_BYTES, size_bytes, threads * BLOCK_BYTES):
+                piece = memoryview(block)[: size_bytes - at]
+                if os.pwrite(fd, piece, at) != len(piece):
+                    raise OSError("short write")
+
+        on_threads(threads, work)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def raw_read(path: Path, threads: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        size_bytes = os.fstat(fd).st_size
+
+        def work(first: int) -> None:
+            block = mmap.mmap(-1, BLOCK_BYTES)
+            for at in range(first * BLOCK_BYTES, size_bytes, threads * BLOCK_BYTES):
+                piece = memoryview(block)[: size_bytes - at]
+                if os.preadv(fd, [piece], at) != len(piece):
+                    raise OSError("short read")
+
+        on_threads(threads, work)
+    finally:
+        os.close(fd)
+
+
+def on_threads(count: int, work: Callable[[int], object]) -> None:
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def cold(folder: Path) -> None:
+    """Drop all files below from the page cache."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def warm(path: Path) -> None:
+    """Have the file, or all files below the folder, in the page cache: with many large ones the
+    first may be gone from it when the last is there."""
+    block = bytearray(BLOCK_BYTES)
+    for file in (path, *path.rglob("*")):
+        if file.is_file():
+            with file.open("rb", buffering=0) as opened:
+                while opened.readinto(block):
+                    pass
+
+
+def extra_memory(call: Callable[[], object]) -> int:
+    """How far the process's memory rose over what it was, while the call ran."""
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
+    call()
+    return status("VmHWM") - before
+
+
+def status(field: str) -> int:
+    """Resident bytes of this process, now (``VmRSS``) or at its peak (``VmHWM``).
+
+    ``ru_maxrss`` would not do: a child begins with its parent's, and a peak below that is lost.
+    """
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
