@@ -14,7 +14,7 @@ from holdfast.cli._arguments import AsJson, CheckpointArgument
 from holdfast.cli._exits import Exit, MisuseError
 from holdfast.cli._glance import glance
 from holdfast.cli._parts import Extent, choose_parts
-from holdfast.cli._place import find_checkpoint, find_store, nothing_in
+from holdfast.cli._place import check_folder, find_checkpoint, find_store, nothing_in
 from holdfast.cli._progress import bar
 from holdfast.cli._text import clean, put, put_json, say, size
 from holdfast.cli._verify_state import VerifyState
@@ -47,6 +47,8 @@ def run(
     """Every fault is named with its tensor and its file, and the exit code is 1 if there is any.
     Headers, digests and the commit record are always checked, whatever the sample."""
     share = _share(sample)
+    if state is not None:
+        check_folder(state)
     catalog, names = _chosen(checkpoint, everything=all_)
     remembered = VerifyState.open(
         state, store=catalog.storage.url, sample=f"{share * 100}%", seed=seed
