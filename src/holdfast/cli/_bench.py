@@ -12,13 +12,12 @@ import typer
 from holdfast.cli._arguments import AsJson
 from holdfast.cli._bench_rounds import Timed, timed_rounds
 from holdfast.cli._bench_work import has_torch, works_of
-from holdfast.cli._converting.contents import counted
 from holdfast.cli._doctor_disk import MEMORY, filesystem
 from holdfast.cli._exits import Exit
 from holdfast.cli._place import path_of
 from holdfast.cli._progress import status
 from holdfast.cli._scratch import nearest_folder, scratch
-from holdfast.cli._text import clean, put, put_json, put_table, size
+from holdfast.cli._text import clean, counted, put, put_json, put_table, size
 from holdfast.errors import NoSpaceError
 
 _MIB: Final = 1024 * 1024

@@ -55,6 +55,11 @@ def shape(dims: Sequence[int]) -> str:
     return f"[{', '.join(map(str, dims))}]"
 
 
+def counted(number: int, what: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 

@@ -112,11 +112,6 @@ def tensors_in(tree: Any) -> list[tuple[str, Tensor]]:
     return [(name_of(path), each) for path, each in leaves(tree) if isinstance(each, Tensor)]
 
 
-def counted(number: int, what: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor ``CHUNK_BYTES`` at a time, as shards want them."""
     rest = bytearray()
