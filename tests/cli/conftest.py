@@ -40,3 +40,21 @@ def own_store(store, tmp_path):
     """A copy, to be changed."""
     shutil.copytree(store, tmp_path / "own")
     return tmp_path / "own"
+
+
+@pytest.fixture(scope="session")
+def bucket(tmp_path_factory):
+    """The variables that lead to an S3 server with one bucket, ``bucket``."""
+    import urllib.request
+
+    from _servers import moto_server
+
+    with moto_server(tmp_path_factory.mktemp("moto") / "log") as url:
+        urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
+        yield {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "word",
+            "AWS_REGION": "us-east-1",
+        }

@@ -22,6 +22,14 @@ def test_paths_to_nothing(store, tmp_path):
     refused("show", tmp_path / "stray.safetensors", code=3, saying="no commit record beside it")
     refused("ls", "ftp://host/run", code=2, saying="no storage is known for ftp://")
     refused("ls", "s3:/bucket", code=2, saying="lacks the slashes")
+    for verb in ("ls", "doctor", "bench"):
+        refused(verb, "s3:///run", code=2, saying="names no bucket")
+    for verb in (["ls"], ["doctor"], ["bench"], ["convert", store]):
+        refused(*verb, "file://host/run", code=2, saying="on this machine")
+    (tmp_path / "round").symlink_to("about")
+    (tmp_path / "about").symlink_to("round")
+    refused("ls", tmp_path / "round", code=3, saying="no such file or folder")
+    refused("ls", tmp_path / ("x" * 300), code=5, saying=["holdfast: file name too long", "xxx]"])
 
 
 def test_an_empty_store(tmp_path):
@@ -59,6 +67,8 @@ def test_names_and_slices_that_are_not_there(store):
     refused("cat", store, "model.weight", "--slice", "999", code=2, saying="the size is 300")
     refused("prune", store, "--keep-best", "acc", code=3, saying="there are accuracy, loss")
     refused("verify", store, "--sample", "0%", code=2, saying="--sample")
+    for option in (["cat", store, "model.weight", "--npy"], ["verify", store, "--state"]):
+        refused(*option, "nowhere/file", code=3, saying="no such folder [path nowhere]")
     refused("lss", code=2, saying="Did you mean 'ls'")
     refused("ls", "--nope", code=2, saying="--nope")
     refused("cat", store, code=2, saying="TENSOR")
@@ -76,14 +86,37 @@ def test_no_permission(tmp_path):
         closed.chmod(0o700)
 
 
-@pytest.mark.parametrize("verb", [["show", "--full"], ["show", "--json"]])
+@pytest.mark.parametrize("verb", [["show", "--full"], ["show", "--json"], ["--help"]])
 def test_a_pipe_that_is_closed_ends_it_quietly(store, verb):
     with subprocess.Popen(
-        [*COMMAND, *verb, store], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *verb, *[store] * (verb[0] == "show")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         process.stdout.close()
         err = process.stderr.read()
     assert (process.returncode, err) == (141, "")
+
+
+def test_streams_that_are_closed_or_full(store):
+    """Nothing that is opened later may get the number of a stream that a shell has closed."""
+
+    def shell(line, *words):
+        command = ["sh", "-c", f'"$@" {line}', "sh", *COMMAND, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert (ran := shell(">&-", "ls", store)).returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    assert shell("2>&-", "ls", "/nowhere/to/be/found").returncode == 3
+    assert shell("<&- 2>&-", "ls", store).stdout.startswith("name")
+    no_answer = shell("<&-", "rm", store / "step_100")
+    assert (no_answer.returncode, "give --yes" in no_answer.stderr) == (2, True)
+    full = shell(">/dev/full", "ls", store)
+    assert full.returncode == 5
+    assert full.stderr == (
+        "holdfast: what was to be printed cannot be written: No space left on device\n"
+    )
 
 
 def test_without_its_packages_it_says_how_to_get_them():

@@ -5,7 +5,6 @@ import importlib.metadata
 import shutil
 
 import numpy as np
-import pytest
 import torch
 from cli_tools import holdfast, refused
 
@@ -120,23 +119,6 @@ def test_doctor_says_what_is_wrong_with_ranks_and_disks(tmp_path):
     ran = holdfast("doctor", blocked, "--json")
     assert ran.code == 1
     assert ran.json["findings"][-1]["verdict"] == "bad"
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory):
-    import urllib.request
-
-    from _servers import moto_server
-
-    with moto_server(tmp_path_factory.mktemp("moto") / "log") as url:
-        urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
-        yield {
-            "AWS_ENDPOINT_URL": url,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "word",
-            "AWS_REGION": "us-east-1",
-        }
 
 
 def test_verbs_work_on_an_object_store(bucket, monkeypatch):

@@ -5,6 +5,7 @@ import io
 import os
 import pathlib
 import pickle
+import warnings
 import zipfile
 
 import numpy as np
@@ -319,6 +320,30 @@ def test_files_of_torch_that_are_damaged_or_of_another_kind(tmp_path):
     ran = refused("convert", folder, target, code=4, saying="a NoneType, no metadata")
     assert ran.memory < 128 * MIB
     assert not target.exists()
+
+
+def test_states_that_cannot_be_walked(tmp_path):
+    """torch.load takes them all; a conversion must not run for ever, nor take all memory."""
+    itself = {"w": torch.ones(1)}
+    itself["again"] = itself
+    over_and_over = [torch.ones(1)]
+    for _ in range(40):
+        over_and_over = [over_and_over, over_and_over]
+    shared = [torch.ones(1), 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    for state, saying in (
+        (itself, "contains itself"),
+        ({"x": over_and_over}, "over and over"),
+        ({"w": quantized}, "only dense ones"),
+    ):
+        torch.save(state, tmp_path / "a.pt")
+        refused("convert", tmp_path / "a.pt", tmp_path / "s/b", code=4, saying=saying)
+        assert not (tmp_path / "s").exists()
+    torch.save({"x": shared, "y": shared}, tmp_path / "a.pt")
+    done("convert", tmp_path / "a.pt", tmp_path / "b.pt")
+    same(torch.load(tmp_path / "b.pt"), {"x": shared, "y": shared})
 
 
 def test_what_torch_cannot_hold_is_listed(tmp_path):

@@ -47,6 +47,7 @@ def test_every_exit_code_is_in_the_table():
         "prune {0} --keep-last 1",
         "gc {0}",
         "doctor {0} --size 1",
+        "bench {0} --size 1 --seconds 1",
     ],
 )
 def test_every_field_is_documented(store, line):

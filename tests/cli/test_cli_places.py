@@ -2,13 +2,16 @@
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 
 import numpy as np
+import pytest
 from cli_tools import COMMAND, holdfast, refused
 
 from holdfast.catalog import Catalog
+from holdfast.cli._app import VERBS
 from holdfast.cli._place import ROOT_MARK, find_place
 
 
@@ -65,14 +68,58 @@ def test_on_a_terminal_it_draws_and_asks(own_store):
     assert len(Catalog(own_store).list()) == 2
 
 
-def on_terminal(*arguments, answer=""):
+def test_a_terminal_without_room_or_colour(own_store):
+    """A table is never folded to nothing: where it has no room it is the text of a pipe."""
+    plain = holdfast("ls", own_store).out.splitlines()[0].split()
+    for columns in ("90", "40", "10", "1"):
+        code, shown = on_terminal("ls", own_store, columns=columns)
+        assert code == 0
+        assert [word for word in without_escapes(shown).split() if word in plain][:8] == plain
+        for name in ("step_100", "step_200", "step_300", "multi_shard"):
+            assert name in shown
+    _, shown = on_terminal("doctor", "/proc/x", NO_COLOR="1")
+    assert "bad" in shown
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)
+
+
+def without_escapes(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["holdfast", ""], [*VERBS]),
+        (["holdfast", "ver"], ["verify"]),
+        (["holdfast", "verify", "--s"], ["--sample", "--seed", "--state"]),
+        (["holdfast", "convert", "--to", "h"], ["huggingface", "holdfast"]),
+        (["holdfast", "ls", "ru"], []),  # paths are the shell's own
+    ],
+)
+def test_what_a_shell_completes(typed, offered):
+    ran = holdfast(
+        env={
+            "_HOLDFAST_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(typed),
+            "COMP_CWORD": str(len(typed) - 1),
+        }
+    )
+    assert (ran.code, ran.out.split()) == (0, offered)
+
+
+def test_the_completion_of_a_shell_is_shown():
+    for shell in ("bash", "zsh", "fish"):
+        assert "_HOLDFAST_COMPLETE" in holdfast("--show-completion", shell).out
+
+
+def on_terminal(*arguments, answer="", columns="200", **env):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, *map(str, arguments)],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"},
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": columns, **env},
     )
     os.close(theirs)
     os.write(ours, answer.encode())

@@ -3,12 +3,13 @@
 ``holdfast --help`` has to answer at once, so nothing here imports NumPy or a storage.
 """
 
+import contextlib
 import importlib
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final
 
 import typer
@@ -16,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import holdfast
 from holdfast.cli._exits import Exit, exit_of
-from holdfast.cli._text import say
+from holdfast.cli._text import flush, say
 from holdfast.errors import CheckpointError
 
 VERBS: Final = {
@@ -25,14 +26,15 @@ VERBS: Final = {
     "verify": "Read a checkpoint and compare every byte with its digest.",
     "diff": "Compare two checkpoints, tensor by tensor.",
     "cat": "Show the values of a tensor, or of a slice of one.",
-    "convert": "Convert from and to torch.save files, DCP, safetensors and Hugging Face.",
+    "convert": "Convert from and to torch.save, DCP, safetensors, Hugging Face.",
     "reshard": "Rewrite a checkpoint as the files of another number of ranks.",
     "rm": "Delete checkpoints.",
     "prune": "Delete checkpoints that no rule keeps; a dry run without --yes.",
     "gc": "Remove leftovers of saves; a dry run without --yes.",
     "doctor": "Find out what this machine and a storage can do.",
+    "bench": "Measure what checkpoints cost on a storage.",
     "plan": "Find out how a training step fits a byte budget; runs your code.",
-    "demo": "Train, kill, damage and resume a small model, and prove that nothing was lost.",
+    "demo": "Train, kill, damage and resume a small model; nothing is lost.",
 }
 """Every verb and its one line of help. The module of each is ``_<verb>.py``, with ``run``."""
 
@@ -48,17 +50,28 @@ class Verbs(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _loaded(name), rest
 
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with _ending_quietly():  # here it prints --help and --version
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _ending_quietly():
             code = super().invoke(ctx)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(Exit.CLOSED_PIPE) from None
-        except KeyboardInterrupt as error:
-            say(str(error) or "interrupted")
-            raise typer.Exit(Exit.INTERRUPTED) from None
+            flush()
         return code
+
+
+@contextlib.contextmanager
+def _ending_quietly() -> Iterator[None]:
+    """A reader that is gone and Ctrl-C end it with their own exit codes."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(Exit.CLOSED_PIPE) from None
+    except KeyboardInterrupt as error:
+        say(str(error) or "interrupted")
+        raise typer.Exit(Exit.INTERRUPTED) from None
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -79,11 +92,17 @@ def run(arguments: Sequence[str]) -> int:
     except CheckpointError as error:
         code = _told(error, str(error), exit_of(error), debug=debug)
     except OSError as error:
-        code = _told(error, str(error), Exit.STORAGE, debug=debug)
+        code = _told(error, _os_words(error), Exit.STORAGE, debug=debug)
     except Exception as error:  # noqa: BLE001 -- a traceback is for those who ask for one
         what = f"an error in holdfast itself: {type(error).__name__}: {error}"
         code = _told(error, f"{what} (--debug says where)", Exit.INTERNAL, debug=debug)
     return int(code or 0)
+
+
+def _os_words(error: OSError) -> str:
+    """What the system says, as our own errors say it: without its number."""
+    what = (error.strerror or str(error)).lower()
+    return what if error.filename is None else f"{what} [path {os.fsdecode(error.filename)}]"
 
 
 def _told(error: Exception, line: str, code: Exit, *, debug: bool) -> Exit:

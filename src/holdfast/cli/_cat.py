@@ -12,7 +12,7 @@ import typer
 
 from holdfast.cli._arguments import AsJson, CheckpointArgument
 from holdfast.cli._compare import is_number, wide
-from holdfast.cli._place import open_checkpoint
+from holdfast.cli._place import check_folder, open_checkpoint
 from holdfast.cli._progress import bar
 from holdfast.cli._slices import Slice, parse_slice
 from holdfast.cli._stats import Stats, counted, stats_of
@@ -50,6 +50,7 @@ def run(
     dtype = stored.tensor(tensor).dtype
     wanted = parse_slice(part, stored.tensor(tensor).shape)
     if npy is not None:
+        check_folder(npy)
         _write(stored, tensor, wanted, npy)
     # One that is a single piece is read once, though it is looked at three times.
     read = functools.lru_cache(maxsize=1)(functools.partial(stored.read, tensor))
@@ -107,17 +108,7 @@ def _put_values(values: Array, wanted: Slice) -> None:
 
 
 def _put_stats(stats: Stats) -> None:
-    facts: dict[str, float | None] = {
-        "elements": stats.elements,
-        "min": stats.min,
-        "max": stats.max,
-        "mean": stats.mean,
-        "std": stats.std,
-        "zeros": stats.zeros,
-        "NaN": stats.nan,
-        "infinite": stats.infinite,
-    }
-    told = [f"{name} {number(value)}" for name, value in facts.items() if value is not None]
+    told = [f"{name} {number(value)}" for name, value in stats.told.items() if value is not None]
     put("  ".join(told))
 
 
@@ -163,16 +154,7 @@ def _document(
     return {
         "tensor": name,
         "dtype": dtype,
-        "stats": {
-            "elements": stats.elements,
-            "min": stats.min,
-            "max": stats.max,
-            "mean": stats.mean,
-            "std": stats.std,
-            "zeros": stats.zeros,
-            "nan": stats.nan,
-            "infinite": stats.infinite,
-        },
+        "stats": stats.told,
         "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         "values": plain.tolist(),
     }

@@ -11,24 +11,17 @@ import typer
 from holdfast.catalog import OpenCheckpoint
 from holdfast.cli._converting import safetensors_read, safetensors_write
 from holdfast.cli._converting.choosing import only_tensors, prefixed, selected, stripped
-from holdfast.cli._converting.contents import Contents, Tensor, counted, leaves, tensors_in
+from holdfast.cli._converting.contents import Contents, Tensor, leaves, tensors_in
 from holdfast.cli._converting.holdfast_read import read_checkpoint
 from holdfast.cli._converting.holdfast_write import write_checkpoint
 from holdfast.cli._converting.options import Compression, Overwrite
 from holdfast.cli._converting.publishing import check_free
-from holdfast.cli._converting.recognising import (
-    Format,
-    Place,
-    path_of,
-    same_place,
-    source_at,
-    target_at,
-)
+from holdfast.cli._converting.recognising import Format, Place, same_place, source_at, target_at
 from holdfast.cli._converting.saving import NewCheckpoint
 from holdfast.cli._exits import Exit, MisuseError, NothingThereError
-from holdfast.cli._place import open_checkpoint
+from holdfast.cli._place import open_checkpoint, path_of
 from holdfast.cli._progress import Tick, bar
-from holdfast.cli._text import clean, put, size
+from holdfast.cli._text import clean, counted, put, size
 from holdfast.errors import TensorNotFoundError
 from holdfast.format import CompressionLevel
 

@@ -1,8 +1,6 @@
 """``holdfast doctor``: what this machine and a storage can do, and what to do about it."""
 
-from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import unquote, urlsplit
 
 import typer
 
@@ -10,9 +8,10 @@ from holdfast.cli._arguments import AsJson
 from holdfast.cli._doctor_disk import disk_findings
 from holdfast.cli._doctor_machine import machine_findings
 from holdfast.cli._doctor_storage import Finding, object_findings
-from holdfast.cli._exits import Exit, MisuseError
+from holdfast.cli._exits import Exit
+from holdfast.cli._place import as_usage, path_of
 from holdfast.cli._text import put_json, put_table
-from holdfast.storage import LocalStorage, open_storage
+from holdfast.storage import open_storage
 
 _MIB = 1024 * 1024
 
@@ -30,15 +29,14 @@ def run(
 ) -> int:
     """Writes files of its own there and removes them again. The exit code is 1 if anything is
     bad."""
-    try:
+    path = path_of(store)
+    with as_usage():
         storage = open_storage(store)
-    except ValueError as error:
-        raise MisuseError(str(error)) from error
     findings = machine_findings()
-    if isinstance(storage, LocalStorage):
-        findings += disk_findings(Path(unquote(urlsplit(storage.url).path)), mib * _MIB)
+    if path is not None:
+        findings += disk_findings(path, mib * _MIB)
     else:
-        findings += object_findings(storage, mib * _MIB)
+        findings += object_findings(store, mib * _MIB)
     if as_json:
         put_json({"store": storage.url, "findings": [_told(each) for each in findings]})
     else:

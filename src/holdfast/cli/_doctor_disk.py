@@ -3,20 +3,19 @@
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from holdfast.cli._doctor_storage import Finding, bandwidth, probe_keys, promises
+from holdfast.cli._doctor_storage import Finding, bandwidth, promises
+from holdfast.cli._scratch import nearest_folder, scratch
 from holdfast.cli._text import size
 from holdfast.errors import CheckpointError
-from holdfast.storage import LocalStorage
 from holdfast.storage._system import System
 
 _GIB: Final = 1024**3
-_MEMORY: Final = {"tmpfs", "ramfs", "devtmpfs"}
+MEMORY: Final = {"tmpfs", "ramfs", "devtmpfs"}
 _NETWORK: Final = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "gpfs"}
 _SYNCS: Final = 20
 _TOO_FAST_S: Final = 30e-6
@@ -26,20 +25,18 @@ _SLOW_S: Final = 0.05
 def disk_findings(folder: Path, nbytes: int) -> list[Finding]:
     """Try things out in a new folder inside of ``folder``, or of the nearest one above it that is
     there."""
-    path = folder.expanduser().resolve()
-    nearest = next(each for each in (path, *path.parents) if each.exists())
+    nearest = nearest_folder(folder)
     try:
         room = shutil.disk_usage(nearest).free
         kind = filesystem(nearest, Path("/proc/self/mountinfo"))
         findings = [_told_filesystem(kind), _told_room(room)]
         if room < 2 * nbytes:
             return findings
-        with tempfile.TemporaryDirectory(prefix="holdfast-doctor-", dir=nearest) as own:
-            storage = LocalStorage(own)
-            findings += [_direct(Path(own)), _syncs(Path(own), in_memory=kind in _MEMORY)]
-            with probe_keys(storage) as key:
-                findings += promises(storage, key)
-                findings += bandwidth(storage, key("large"), nbytes, slow=200e6)
+        with scratch(str(nearest), "doctor") as own:
+            inside = own.folder or nearest
+            findings += [_direct(inside), _syncs(inside, in_memory=kind in MEMORY)]
+            findings += promises(own.storage)
+            findings += bandwidth(own.storage, nbytes, slow=200e6)
     except (OSError, CheckpointError) as error:
         advice = "give a folder that this user may write to"
         return [Finding(what="disk", value=str(error), verdict="bad", advice=advice)]
@@ -63,7 +60,7 @@ def filesystem(path: Path, mounts: Path) -> str:
 
 
 def _told_filesystem(kind: str) -> Finding:
-    if kind in _MEMORY:
+    if kind in MEMORY:
         advice = "this is memory: what is saved here is gone after a restart"
     elif kind == "overlay":
         advice = "a container's own layer: what is saved here goes with it; mount a volume"

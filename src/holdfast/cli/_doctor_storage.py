@@ -1,13 +1,13 @@
 """What a storage of any kind can do, found out by trying. Leaves nothing behind."""
 
-import contextlib
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from holdfast.cli._scratch import scratch
 from holdfast.cli._text import size
 from holdfast.contracts import ReadRange, Storage
 from holdfast.errors import CheckpointError, ObjectChangedError, ObjectExistsError, StorageError
@@ -15,6 +15,7 @@ from holdfast.errors import CheckpointError, ObjectChangedError, ObjectExistsErr
 Verdict = Literal["ok", "warn", "bad"]
 
 _BLOCK: Final = 8 * 1024 * 1024
+_TELLING_BYTES: Final = 16 * 1024 * 1024
 _SLOW_OBJECT_S: Final = 1.0
 
 
@@ -28,38 +29,21 @@ class Finding:
     advice: str = ""
 
 
-def object_findings(storage: Storage, nbytes: int) -> list[Finding]:
+def object_findings(store: str, nbytes: int) -> list[Finding]:
     """An object store: whether it answers, keeps writers apart, and how fast it is."""
     try:
-        with probe_keys(storage) as key:
-            findings = [_latency(storage, key), *promises(storage, key)]
-            return [*findings, *bandwidth(storage, key("large"), nbytes, slow=50e6)]
+        with scratch(store, "doctor") as own:
+            findings = [_latency(own.storage), *promises(own.storage)]
+            return [*findings, *bandwidth(own.storage, nbytes, slow=50e6)]
     except CheckpointError as error:
         why = "see that the address, the credentials and the right to write and delete are right"
         return [Finding(what="storage", value=error.message, verdict="bad", advice=why)]
 
 
-@contextlib.contextmanager
-def probe_keys(storage: Storage) -> Iterator[Callable[[str], str]]:
-    """Names for objects to try things with. What was stored under them is deleted."""
-    folder = f"holdfast-doctor-{secrets.token_hex(8)}"
-    given: list[str] = []
-
-    def key(name: str) -> str:
-        given.append(f"{folder}/{name}")
-        return given[-1]
-
-    try:
-        yield key
-    finally:
-        for each in dict.fromkeys(given):
-            storage.delete(each)
-
-
-def promises(storage: Storage, key: Callable[[str], str]) -> Iterator[Finding]:
+def promises(storage: Storage) -> Iterator[Finding]:
     """What commits stand on: of two that create one key one wins, and only the version that was
     seen is replaced."""
-    name = key("promises")
+    name = "promises"
     first = storage.create(name, b"first")
     try:
         storage.create(name, b"second")
@@ -92,19 +76,26 @@ def promises(storage: Storage, key: Callable[[str], str]) -> Iterator[Finding]:
         )
 
 
-def bandwidth(storage: Storage, key: str, nbytes: int, *, slow: float) -> Iterator[Finding]:
-    """Bytes per second, written durably and read back. ``slow`` is where to warn."""
-    block = memoryview(secrets.token_bytes(min(_BLOCK, nbytes)))
+def bandwidth(storage: Storage, nbytes: int, *, slow: float) -> Iterator[Finding]:
+    """Bytes per second, written durably and read back. ``slow`` is where to warn; of a few bytes
+    that would only be how long it takes to begin."""
+    slow = slow if nbytes >= _TELLING_BYTES else 0.0
     begun = time.monotonic()
+    write_object(storage, "large", nbytes)
+    yield _speed("write, durable", nbytes, time.monotonic() - begun, slow)
+    into = memoryview(bytearray(nbytes))
+    begun = time.monotonic()
+    storage.read_into("large", [ReadRange(start=0, into=into)])
+    yield _speed("read", nbytes, time.monotonic() - begun, slow)
+
+
+def write_object(storage: Storage, key: str, nbytes: int) -> None:
+    """Bytes that cannot be compressed, durable when this returns."""
+    block = memoryview(secrets.token_bytes(min(_BLOCK, nbytes)))
     with storage.open_writer(key, size_bytes=nbytes) as writer:
         for offset in range(0, nbytes, len(block)):
             writer.write_at(offset, block[: nbytes - offset])
         writer.finish()
-    yield _speed("write, durable", nbytes, time.monotonic() - begun, slow)
-    into = memoryview(bytearray(nbytes))
-    begun = time.monotonic()
-    storage.read_into(key, [ReadRange(start=0, into=into)])
-    yield _speed("read", nbytes, time.monotonic() - begun, slow)
 
 
 def _speed(what: str, nbytes: int, seconds: float, slow: float) -> Finding:
@@ -118,11 +109,11 @@ def _speed(what: str, nbytes: int, seconds: float, slow: float) -> Finding:
     )
 
 
-def _latency(storage: Storage, key: Callable[[str], str]) -> Finding:
+def _latency(storage: Storage) -> Finding:
     seconds = []
     for nth in range(5):
         begun = time.monotonic()
-        storage.create(key(f"small-{nth}"), b"small")
+        storage.create(f"small-{nth}", b"small")
         seconds.append(time.monotonic() - begun)
     middle = statistics.median(seconds)
     late = middle > _SLOW_OBJECT_S

@@ -15,7 +15,7 @@ from holdfast.catalog._survey import survey
 from holdfast.cli._arguments import AsJson, StoreArgument
 from holdfast.cli._exits import Exit
 from holdfast.cli._place import find_store
-from holdfast.cli._text import clean, put, put_json, size
+from holdfast.cli._text import clean, counted, put, put_json, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def run(
         put(f"deleted {clean(key)}")
     for prefix, why in report.kept.items():
         put(f"stays   {clean(prefix)}: {clean(why)}")
-    put(f"{len(report.deleted)} files deleted, {report.swept} hidden ones swept")
+    put(f"{counted(len(report.deleted), 'file')} deleted, {report.swept} hidden ones swept")
     return Exit.OK
 
 
@@ -84,8 +84,8 @@ def _put_loose(loose: list[_Loose]) -> None:
     if loose:
         total = size(sum(each.size_bytes for each in loose))
         put(
-            f"{len(loose)} files, {total}; nothing was changed. With --yes those go whose save is "
-            "not alive any more, and hidden files of interrupted writes"
+            f"{counted(len(loose), 'file')}, {total}; nothing was changed. With --yes those go "
+            "whose save is not alive any more, and hidden files of interrupted writes"
         )
     else:
         put("no file here is without a checkpoint; --yes also sweeps hidden ones")

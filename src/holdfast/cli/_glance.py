@@ -6,10 +6,11 @@ not plainly a committed record of this version is left to the catalog to judge.
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
+from holdfast._lanes import run_all
 from holdfast.catalog import Catalog, CheckpointInfo, Unreadable
 from holdfast.catalog._committed import COMMITTED, Foreign, look
 from holdfast.catalog._info import info_of
@@ -33,6 +34,8 @@ class _Outline(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[StoredFile, ...] = ()
     tensors: dict[str, msgspec.Raw] = {}
 
+
+_LANES: Final = 16
 
 _DECODE = msgspec.json.Decoder(_Outline).decode
 
@@ -58,17 +61,22 @@ def glance(catalog: Catalog) -> Glance:
             own.add(prefix)
     infos: list[CheckpointInfo] = []
     unreadable: list[Unreadable] = []
-    for prefix, record in records.items():
+
+    def read(prefix: str) -> None:
         try:
-            info = _info(storage, prefix, record, alone=prefix not in own)
+            info = _info(storage, prefix, records[prefix], alone=prefix not in own)
         except CheckpointError as error:
             if error.transient:
                 raise
             unreadable.append(Unreadable(prefix=prefix, error=error))
-            continue
+            return
         if info is not None:
             infos.append(info)
+
+    # A disk answers before a thread could be switched to; a server takes its time for each.
+    run_all(records, read, lanes=1 if storage.url.startswith("file:") else _LANES)
     infos.sort(key=lambda info: (info.ordinal, info.timestamp, info.prefix), reverse=True)
+    unreadable.sort(key=lambda each: each.prefix)
     return Glance(infos=tuple(infos), unreadable=tuple(unreadable))
 
 

@@ -7,6 +7,7 @@ the record names are not there, one further up; ``store//name`` says it outright
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ ROOT_MARK: Final = ".holdfast.lock"
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _OF_A_CHECKPOINT: Final = (".safetensors", ".chunks")
-_PATIENCE: Final = RetryPolicy(max_retries=2, initial_delay_s=0.5)
+PATIENCE: Final = RetryPolicy(max_retries=2, initial_delay_s=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +47,34 @@ class Place:
     inside: str | None = None
 
 
+def path_of(text: str) -> Path | None:
+    """The path that a text means, or ``None`` if it is the URL of a storage that is no disk."""
+    scheme = _URL.match(text)
+    if scheme is not None and scheme[0].lower() != "file://":
+        return None
+    with as_usage():
+        open_storage(text)  # refuses 's3:/bucket', 'file://host/run' and the like
+    return Path(text).expanduser() if scheme is None else Path(unquote(urlsplit(text).path))
+
+
+def real(path: Path) -> Path:
+    """The path without links. One whose links lead in circles stays as it is, and is not there."""
+    return Path(os.path.realpath(path))
+
+
+def check_folder(file: Path) -> None:
+    """``NothingThereError`` unless there is a folder to write that file in."""
+    if not file.parent.is_dir():
+        raise NothingThereError("there is no such folder", path=str(file.parent))
+
+
 def find_place(text: str) -> Place:
     """What ``text`` means. ``NothingThereError`` if it is a path to nothing."""
-    scheme = _URL.match(text)
-    if scheme is None:
-        return _on_disk(text)
-    if scheme[0].lower() == "file://":
-        return _on_disk(unquote(urlsplit(text).path))
-    return _in_bucket(scheme[0], text[scheme.end() :])
+    path = path_of(text)
+    if path is not None:
+        return _on_disk(text, path)
+    scheme, _, rest = text.partition("://")
+    return _in_bucket(f"{scheme}://", rest)
 
 
 def find_store(text: str, *, whole: bool = False) -> Catalog:
@@ -99,11 +120,10 @@ def nothing_in(catalog: Catalog) -> NothingThereError:
     return NothingThereError("there are no checkpoints here", path=catalog.storage.url)
 
 
-def _on_disk(text: str) -> Place:
-    store, explicit, name = text.rstrip("/").partition("//")
-    with _as_usage():
-        open_storage(text)  # refuses 's3:/bucket' and the like
-    path = Path(text).expanduser().resolve()
+def _on_disk(text: str, path: Path) -> Place:
+    plain = str(path) if _URL.match(text) else text
+    store, explicit, name = plain.rstrip("/").partition("//")
+    path = real(path)
     if path.is_file():
         if path.name != COMMIT_RECORD and not path.name.endswith(_OF_A_CHECKPOINT):
             raise NothingThereError("this is a file, and no part of a checkpoint", path=text)
@@ -115,24 +135,24 @@ def _on_disk(text: str) -> Place:
     elif not path.exists():
         raise NothingThereError("there is no such file or folder", path=text)
     if (path / ROOT_MARK).exists() or path == path.parent:
-        return Place(catalog=_catalog(str(path)))
+        return Place(catalog=catalog_at(str(path)))
     marked = [parent for parent in path.parents if (parent / ROOT_MARK).exists()]
-    said = [Path(store).expanduser().resolve()] if store and explicit and name else []
+    said = [real(Path(store).expanduser())] if store and explicit and name else []
     # Slashes are doubled by accident, too, and a lock file is not: it counts if it is the only one.
     roots = marked if len(marked) == 1 else [*said, *marked]
     tried = [root for root in (*roots, *path.parents) if path.is_relative_to(root)]
     names = [(str(root), path.relative_to(root).as_posix()) for root in tried]
     found = _settled(names, sure=len(marked) == 1 or bool(said))
     inside = str(marked[0]) if marked else None
-    return found or Place(catalog=_catalog(str(path)), inside=inside)
+    return found or Place(catalog=catalog_at(str(path)), inside=inside)
 
 
 def _in_bucket(scheme: str, rest: str) -> Place:
-    bucket, _, key = rest.strip("/").partition("/")
+    bucket, _, key = rest.rstrip("/").partition("/")
     store, explicit, name = key.partition("//")
     if explicit:
         return _settled([(f"{scheme}{bucket}/{store}", name)], sure=True) or Place(
-            catalog=_catalog(f"{scheme}{bucket}/{store}"), name=name
+            catalog=catalog_at(f"{scheme}{bucket}/{store}"), name=name
         )
     parts = key.split("/") if key else []
     names = [
@@ -140,16 +160,16 @@ def _in_bucket(scheme: str, rest: str) -> Place:
         for cut in range(len(parts) - 1, -1, -1)
     ]
     found = _settled(names, sure=False) if names else None
-    return found or Place(catalog=_catalog(f"{scheme}{bucket}/{key}"))
+    return found or Place(catalog=catalog_at(f"{scheme}{bucket}/{key}"))
 
 
-def _catalog(root: str) -> Catalog:
-    with _as_usage():
-        return Catalog(root, retry_policy=_PATIENCE)
+def catalog_at(root: str) -> Catalog:
+    with as_usage():
+        return Catalog(root, retry_policy=PATIENCE)
 
 
 @contextlib.contextmanager
-def _as_usage() -> Iterator[None]:
+def as_usage() -> Iterator[None]:
     """What cannot be a storage, or a name in one, was typed by somebody."""
     try:
         yield
@@ -160,10 +180,10 @@ def _as_usage() -> Iterator[None]:
 def _settled(names: Sequence[tuple[str, str]], *, sure: bool) -> Place | None:
     """The checkpoint that has these names in these stores, or ``None`` if it is none: in the first
     store that has all files which its record names, or if that is none, the first."""
-    catalog, name = _catalog(names[0][0]), names[0][1]
+    catalog, name = catalog_at(names[0][0]), names[0][1]
     first = Place(catalog=catalog, name=name, sure=sure)
     try:
-        with _as_usage():
+        with as_usage():
             found = look(catalog.storage, name)
     except (CorruptedError, IncompatibleVersionError):
         return first  # the verb says what is wrong with it
@@ -173,7 +193,7 @@ def _settled(names: Sequence[tuple[str, str]], *, sure: bool) -> Place | None:
     if found is None or not found.is_committed:
         return None if found is None else first
     for root, other in names:
-        here = _catalog(root)
+        here = catalog_at(root)
         if _has_files(here.storage, found):
             return Place(catalog=here, name=other, found=replace(found, prefix=other), sure=sure)
     return replace(first, found=found)

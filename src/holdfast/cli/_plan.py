@@ -14,6 +14,8 @@ import typer
 import holdfast
 from holdfast.cli._arguments import AsJson
 from holdfast.cli._exits import Exit, MisuseError, NothingThereError
+from holdfast.cli._place import check_folder
+from holdfast.cli._progress import status
 from holdfast.cli._text import put, say, terminal
 from holdfast.errors import BudgetError, PlanError
 
@@ -54,8 +56,8 @@ def run(
     """
     if importlib.util.find_spec("torch") is None:
         raise MisuseError('a plan is made with torch: pip install "holdfast[torch]"')
-    if html is not None and not html.parent.is_dir():
-        raise NothingThereError(f"there is no folder {html.parent} to write {html.name} to")
+    if html is not None:
+        check_folder(html)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is the plan's
         function = _function(target)
         model, sample, loss = _made(target, function)
@@ -135,7 +137,7 @@ def _made(target: str, function: Callable[[], Any]) -> tuple[Any, Any, Any]:
 
 
 def _planned(target: str, model: Any, sample: Any, budget: str, loss: Any) -> Any:
-    with _told() as progress:
+    with status("planning") as progress:
         try:
             return holdfast.plan(model, sample, budget, loss=loss, progress=progress)
         except BudgetError:
@@ -157,16 +159,3 @@ def _theirs(what: str) -> Iterator[None]:
 
 def _refusal(what: str, error: BaseException) -> MisuseError:
     return MisuseError(f"{what}: {type(error).__name__}: {error}")
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[Callable[[str], None]]:
-    """What is going on, on a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console  # noqa: PLC0415 -- an optional dependency, and not for pipes
-    from rich.text import Text  # noqa: PLC0415
-
-    with Console(stderr=True).status("planning") as status:
-        yield lambda what: status.update(Text(what))

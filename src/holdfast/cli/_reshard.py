@@ -14,14 +14,14 @@ from holdfast.catalog._placing import placement_of_grid
 from holdfast.catalog._shard_write import Tick, as_bytes
 from holdfast.catalog._writing import PLAIN_FILE_BYTES, BoxSource, Facts, record_of
 from holdfast.cli._arguments import CheckpointArgument
-from holdfast.cli._converting.contents import Tensor, counted
+from holdfast.cli._converting.contents import Tensor
 from holdfast.cli._converting.options import Compression, Overwrite
 from holdfast.cli._converting.saving import Files, NewCheckpoint, box_source
 from holdfast.cli._exits import Exit, MisuseError
 from holdfast.cli._place import open_checkpoint
 from holdfast.cli._progress import bar
 from holdfast.cli._stored import StoredTensors
-from holdfast.cli._text import clean, put, size
+from holdfast.cli._text import clean, counted, put, size
 from holdfast.format import CHUNK_BYTES, CommitRecord, CompressionLevel, StoredTensor, dtype_of
 from holdfast.reshard import (
     Box,

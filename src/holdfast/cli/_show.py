@@ -12,7 +12,7 @@ from holdfast.catalog._opened import decoded
 from holdfast.cli._arguments import AsJson, CheckpointArgument
 from holdfast.cli._ls import described
 from holdfast.cli._place import open_checkpoint
-from holdfast.cli._text import age, clean, number, put, put_json, put_table, shape, size
+from holdfast.cli._text import age, clean, counted, number, put, put_json, put_table, shape, size
 from holdfast.cli._tree import tensor_lines
 from holdfast.cli._values import flat_values, shown
 from holdfast.errors import TensorNotFoundError
@@ -64,7 +64,7 @@ def _matching(opened: OpenCheckpoint, pattern: str | None) -> list[TensorInfo]:
 def _put_facts(opened: OpenCheckpoint) -> None:
     record, info = opened.found.record, opened.info
     passed = (dt.datetime.now(dt.UTC) - info.timestamp).total_seconds()
-    ranks = "1 rank" if info.world_size == 1 else f"{info.world_size} ranks"
+    ranks = counted(info.world_size, "rank")
     facts = {
         "checkpoint": info.prefix,
         "store": opened.storage.url,
@@ -76,7 +76,7 @@ def _put_facts(opened: OpenCheckpoint) -> None:
     }
     facts |= {f"metric {name}": number(value) for name, value in info.metrics.items()}
     for prefix, (count, nbytes) in _references(opened).items():
-        facts[f"refers to {prefix}"] = f"{count} files, {size(nbytes)}"
+        facts[f"refers to {prefix}"] = f"{counted(count, 'file')}, {size(nbytes)}"
     width = max(map(len, facts))
     for name, value in facts.items():
         put(f"{clean(name).ljust(width)}  {clean(value)}")

@@ -38,6 +38,20 @@ class Stats:
     def std(self) -> float | None:
         return math.sqrt(self.squares / self.finite) if self.finite else None
 
+    @property
+    def told(self) -> dict[str, float | None]:
+        """What is said of them, by name."""
+        return {
+            "elements": self.elements,
+            "min": self.min,
+            "max": self.max,
+            "mean": self.mean,
+            "std": self.std,
+            "zeros": self.zeros,
+            "nan": self.nan,
+            "infinite": self.infinite,
+        }
+
     def __or__(self, other: "Stats") -> "Stats":
         if not self.finite or not other.finite:
             some = other if other.finite else self

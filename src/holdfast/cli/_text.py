@@ -4,14 +4,21 @@ Names come from checkpoints that anybody may have written, so nothing is printed
 cursor or be taken for markup.
 """
 
+import contextlib
 import json
 import math
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+
+from holdfast.errors import StorageError
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _KIBI: Final = 1024
+_FOLDED_CHARS: Final = 14
+"""A column of a drawn table is not folded to less than that."""
+
 _AGES: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
@@ -48,6 +55,11 @@ def shape(dims: Sequence[int]) -> str:
     return f"[{', '.join(map(str, dims))}]"
 
 
+def counted(number: int, what: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
@@ -59,19 +71,38 @@ def terminal() -> bool:
 
 def put(text: str = "") -> None:
     """A line on stdout."""
-    sys.stdout.write(f"{text}\n")
+    with _printing():
+        sys.stdout.write(f"{text}\n")
+
+
+def flush() -> None:
+    """Be sure that all lines were written."""
+    with _printing():
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _printing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StorageError(f"what was to be printed cannot be written: {error.strerror}") from error
 
 
 def put_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
 ) -> None:
-    """A table: drawn on a terminal, aligned text elsewhere. Columns named in ``right`` are aligned
-    there. Cells are cleaned here."""
+    """A table: drawn on a terminal that has room for it, aligned text elsewhere. Columns named in
+    ``right`` are aligned there. Cells are cleaned here."""
     cells = [[clean(cell) for cell in row] for row in rows]
-    if terminal():
-        _draw(header, cells, right)
-        return
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    least = [min(width, _FOLDED_CHARS) for width in widths]
+    room = shutil.get_terminal_size().columns - 2 * (len(header) - 1)
+    if terminal() and sum(least) <= room:
+        _draw(header, cells, right, least)
+        return
     for row in (header, *cells):
         words = [
             cell.rjust(width) if name in right else cell.ljust(width)
@@ -80,15 +111,21 @@ def put_table(
         put("  ".join(words).rstrip())
 
 
-def _draw(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+def _draw(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str],
+    least: Sequence[int],
+) -> None:
     from rich import box  # noqa: PLC0415 -- an optional dependency, and not for pipes
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in header:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for name, width in zip(header, least, strict=True):
+        justify: Any = "right" if name in right else "left"
+        table.add_column(name, justify=justify, overflow="fold", min_width=width)
     for row in rows:
         bad = any(cell.startswith(("DAMAGED", "bad")) for cell in row)
         style = "red" if bad else "yellow" if "warn" in row else ""

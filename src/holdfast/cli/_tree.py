@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from holdfast.catalog import TensorInfo
-from holdfast.cli._text import clean, shape, size
+from holdfast.cli._text import clean, counted, shape, size
 
 MOST_LINES: Final = 60
 """About how long a tree gets before its groups are folded."""
@@ -44,7 +44,7 @@ class _Run:
     @property
     def facts(self) -> str:
         group, times = self.group, len(self.names)
-        tensors = "1 tensor" if group.count == 1 else f"{group.count} tensors"
+        tensors = counted(group.count, "tensor")
         each = f"{times} x {tensors}" if times > 1 else tensors
         return f"{each}, {', '.join(sorted(group.dtypes))}, {size(group.nbytes * times)}"
 

@@ -14,9 +14,9 @@ from holdfast.cli._arguments import AsJson, CheckpointArgument
 from holdfast.cli._exits import Exit, MisuseError
 from holdfast.cli._glance import glance
 from holdfast.cli._parts import Extent, choose_parts
-from holdfast.cli._place import find_checkpoint, find_store, nothing_in
+from holdfast.cli._place import check_folder, find_checkpoint, find_store, nothing_in
 from holdfast.cli._progress import bar
-from holdfast.cli._text import clean, put, put_json, say, size
+from holdfast.cli._text import clean, counted, put, put_json, say, size
 from holdfast.cli._verify_state import VerifyState
 from holdfast.errors import CorruptedError, IncompatibleVersionError, LoadError
 from holdfast.format import dtype_of
@@ -47,6 +47,8 @@ def run(
     """Every fault is named with its tensor and its file, and the exit code is 1 if there is any.
     Headers, digests and the commit record are always checked, whatever the sample."""
     share = _share(sample)
+    if state is not None:
+        check_folder(state)
     catalog, names = _chosen(checkpoint, everything=all_)
     remembered = VerifyState.open(
         state, store=catalog.storage.url, sample=f"{share * 100}%", seed=seed
@@ -151,17 +153,13 @@ def _extent(found: Found) -> Extent:
 def _put(result: _Result) -> None:
     for damage in result.damage:
         put(f"DAMAGED {clean(damage)}")
-    word = f"{len(result.damage)} faults" if result.damage else "intact"
+    word = counted(len(result.damage), "fault") if result.damage else "intact"
     part = f" (a sample, {result.share:.0%})" if result.share < 1 else ""
     speed = size(result.read_bytes / result.seconds) if result.seconds else "-"
     put(
-        f"{clean(result.name)}: {word}, {_files(result.files)}, {size(result.checked_bytes)} "
-        f"of data verified{part}, {result.seconds:.1f} s, {speed}/s"
+        f"{clean(result.name)}: {word}, {counted(result.files, 'file')}, "
+        f"{size(result.checked_bytes)} of data verified{part}, {result.seconds:.1f} s, {speed}/s"
     )
-
-
-def _files(count: int) -> str:
-    return "1 file" if count == 1 else f"{count} files"
 
 
 def _told(result: _Result) -> dict[str, Any]:

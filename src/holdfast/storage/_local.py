@@ -46,7 +46,7 @@ class LocalStorage:
         path = os.fsdecode(root)
         if not path or "\0" in path:
             raise ValueError(f"root must be the path of a folder, not {root!r}")
-        self._root = Path(path).resolve()
+        self._root = Path(os.path.realpath(path))  # as resolve(), also if links go in circles
         self._system = System() if system is None else system
         self._folders = Folders(self._root, self._system)
         self._lock = RootLock(self._system, self._folders, self.url)

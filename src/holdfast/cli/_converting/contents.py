@@ -9,9 +9,13 @@ from typing import Any, Final
 
 from holdfast.catalog._writing import Facts
 from holdfast.format import CHUNK_BYTES, PerRank, ValuePath, dtype_of
+from holdfast.format._value_model import MAX_VALUE_DEPTH
 
 PIECE_BYTES: Final = 16 * 1024 * 1024
 """About how much of a tensor is in memory at once."""
+
+_MOST_REPEATED: Final = 1_000_000
+"""How many members of containers that stand in a state again are read again."""
 
 _DICTS: Final = frozenset({dict, OrderedDict, defaultdict, Counter})
 _LISTS: Final = frozenset({list, tuple, deque})
@@ -64,6 +68,27 @@ def is_container(value: Any) -> bool:
     return type(value) in _DICTS or type(value) in _LISTS or type(value) is PerRank
 
 
+def shape_problem(tree: Any) -> str | None:
+    """Why a tree that somebody else has made cannot be walked, or ``None``: it may contain itself,
+    and a few containers that contain each other again and again may stand for any number."""
+    seen: set[int] = set()
+    repeated = 0
+    left = [(tree, 0)]
+    while left:
+        value, depth = left.pop()
+        if not is_container(value):
+            continue
+        if depth == MAX_VALUE_DEPTH:
+            return f"it is nested more than {MAX_VALUE_DEPTH} deep, or contains itself"
+        inner = [each for _, each in members(value)]
+        repeated += len(inner) if id(value) in seen else 0
+        if repeated > _MOST_REPEATED:
+            return f"the same containers stand in it over and over, with {repeated} members"
+        seen.add(id(value))
+        left += ((each, depth + 1) for each in inner)
+    return None
+
+
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """A container of the same kind with other members."""
     if type(value) is PerRank:
@@ -85,11 +110,6 @@ def name_of(path: ValuePath) -> str:
 def tensors_in(tree: Any) -> list[tuple[str, Tensor]]:
     """Every tensor by the name of its place. One that has two places is there twice."""
     return [(name_of(path), each) for path, each in leaves(tree) if isinstance(each, Tensor)]
-
-
-def counted(number: int, what: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from holdfast.cli._exits import NothingThereError
+from holdfast.cli._place import check_folder
 from holdfast.errors import CheckpointExistsError, NoSpaceError, StorageError
 
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -23,15 +23,15 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def check_free(target: Path, *, overwrite: bool, folder: bool, known: tuple[str, ...] = ()) -> None:
     """Refuse a target that is taken, before anything is written. A folder is replaced only if all
     of its files end with something ``known``: what else is there is not ours to delete."""
-    if not target.parent.is_dir():
-        raise NothingThereError("there is no such folder", path=str(target.parent))
+    check_folder(target)
     if not os.path.lexists(target):
         return
     if not overwrite:
         raise _exists(target)
     if target.is_dir() is not folder or not (folder or target.is_file()):
-        kind = "a folder" if target.is_dir() else "a file" if target.is_file() else "a device"
-        raise StorageError(f"there is {kind} of this name, which is not replaced", path=str(target))
+        raise StorageError(
+            f"there is {_kind(target)} of this name, which is not replaced", path=str(target)
+        )
     if folder:
         others = sorted(e.name for e in target.iterdir() if not e.name.endswith(known))
         if others:
@@ -119,6 +119,14 @@ def _put(part: Path, target: Path) -> None:
         part.rename(target)
     else:
         part.unlink()
+
+
+def _kind(target: Path) -> str:
+    if target.is_dir():
+        return "a folder"
+    if target.is_symlink():
+        return "a link"
+    return "a file" if target.is_file() else "a device"
 
 
 def _part_of(target: Path) -> Path:

@@ -1,15 +1,13 @@
 """Which format a source is of, by what is in it, and a target, by its name. Reads a few bytes."""
 
 import enum
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
 from holdfast.catalog._names import MODEL_INDEX, is_own_name
 from holdfast.cli._exits import MisuseError, NothingThereError
-from holdfast.cli._place import ROOT_MARK
+from holdfast.cli._place import ROOT_MARK, path_of, real
 from holdfast.contracts import COMMIT_RECORD
 
 
@@ -44,7 +42,6 @@ _ENDINGS: Final = {
     ".ckpt": Format.TORCH,
     ".safetensors": Format.SAFETENSORS,
 }
-_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 ZIP: Final = b"PK\x03\x04"
 _LEGACY_TORCH: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LENGTH_BYTES: Final = 8
@@ -64,15 +61,6 @@ class Place:
         if self.path is None:
             raise MisuseError(f"{self.text} is on no disk")
         return self.path
-
-
-def path_of(text: str) -> Path | None:
-    """The path that a text means, or ``None`` if it is the URL of a storage that is no disk."""
-    if not _URL.match(text):
-        return Path(text).expanduser()
-    if text.lower().startswith("file://"):
-        return Path(unquote(urlsplit(text).path))
-    return None
 
 
 def source_at(text: str) -> Place:
@@ -100,7 +88,7 @@ def target_at(text: str, to: Format | None) -> Place:
 
 def same_place(source: Path, target: Path) -> bool:
     """Whether two paths are one file or folder, or one of them lies in the other."""
-    first, second = source.resolve(), target.resolve()
+    first, second = real(source), real(target)
     if first == second or first in second.parents or second in first.parents:
         return True
     return second.exists() and first.samefile(second)

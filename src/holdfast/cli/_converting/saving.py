@@ -13,10 +13,8 @@ from holdfast.catalog._placing import box_bounds
 from holdfast.catalog._shard_write import Tick, write_shard
 from holdfast.catalog._writing import BoxSource, grouped
 from holdfast.cli._converting.contents import Tensor, chunks_of
-from holdfast.cli._converting.recognising import path_of
 from holdfast.cli._exits import MisuseError
-from holdfast.cli._place import _PATIENCE as PATIENCE
-from holdfast.cli._place import ROOT_MARK, _as_usage, _catalog
+from holdfast.cli._place import PATIENCE, ROOT_MARK, as_usage, catalog_at, path_of, real
 from holdfast.errors import CheckpointExistsError
 from holdfast.format import CommitRecord, CompressionLevel, ShardEntry, StoredFile
 from holdfast.reshard import Box
@@ -43,15 +41,15 @@ class NewCheckpoint:
             root = f"{scheme}://{store}"
         else:
             said, slash, name = str(text).rstrip("/").partition("//")
-            whole = path.resolve()
+            whole = real(path)
             marked = [parent for parent in whole.parents if (parent / ROOT_MARK).exists()]
             explicit = bool(slash and said and name and "://" not in text)
-            above = Path(said).expanduser().resolve() if explicit else None
+            above = real(Path(said).expanduser()) if explicit else None
             store_path = above or (marked[0] if marked else whole.parent)
             root, name = str(store_path), whole.relative_to(store_path).as_posix()
         if not name or root.endswith("://"):
             raise MisuseError(f"{text} names no checkpoint: write store/name, as runs/a/step_100")
-        return cls(catalog=_catalog(root), name=name)
+        return cls(catalog=catalog_at(root), name=name)
 
     @property
     def url(self) -> str:
@@ -67,7 +65,7 @@ class NewCheckpoint:
         """Commit the record that ``make`` returns, which has written all that it names. Nothing is
         there until then, or what was there before."""
         try:
-            with _as_usage():
+            with as_usage():
                 attempt = self.catalog.begin(self.name, overwrite=overwrite)
         except CheckpointExistsError as error:
             raise CheckpointExistsError(

@@ -9,6 +9,7 @@ archives: they are read into memory as a whole.
 import io
 import pickle
 import struct
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
-from holdfast.cli._converting.contents import Contents, Tensor, is_container, rebuilt
+from holdfast.cli._converting.contents import Contents, Tensor, is_container, rebuilt, shape_problem
 from holdfast.cli._converting.file_parts import FilePart, tensor_in_files
 from holdfast.cli._converting.recognising import ZIP
 from holdfast.distributed._tensors import Unstorable, check_storable, code_of, memory_of
@@ -24,6 +25,7 @@ from holdfast.errors import CorruptedError, IncompatibleVersionError
 from holdfast.reshard import Box
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_NOT_DENSE: Final = "is sparse, nested or quantized; only dense ones are converted"
 _UNSAFE: Final = "Weights only load failed"
 
 
@@ -42,7 +44,9 @@ def loaded(file: BinaryIO | io.BytesIO, path: Path, device: str) -> Any:
     """What ``torch.load`` makes of a file, safely."""
     file.seek(0)
     try:
-        return torch.load(file, map_location=device, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is deprecated in torch's own code
+            tree = torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptedError(
             f"torch refuses to load this, as it may run code: {_why(error)}; nothing of it was run",
@@ -60,11 +64,17 @@ def loaded(file: BinaryIO | io.BytesIO, path: Path, device: str) -> Any:
         ValueError,
         struct.error,
     ) as error:
+        if "_quantized" in str(error):
+            raise IncompatibleVersionError(f"a tensor {_NOT_DENSE}", path=str(path)) from error
         raise CorruptedError(
             f"torch cannot load this file; it is cut short, damaged or of another kind: "
             f"{_first_line(error)}",
             path=str(path),
         ) from error
+    problem = shape_problem(tree)
+    if problem is not None:
+        raise CorruptedError(f"this state cannot be converted: {problem}", path=str(path))
+    return tree
 
 
 def check_archive(file: BinaryIO, path: Path) -> None:
@@ -152,7 +162,7 @@ def _problem(tensor: Any) -> str | None:
     if type(tensor) not in _PLAIN:
         return f"is a {type(tensor).__name__}, which only its own library can read"
     if tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_nested:
-        return "is sparse, nested or quantized; only dense ones are converted"
+        return _NOT_DENSE
     if tensor.is_conj() or tensor.is_neg():
         return "is a conjugated or negated view; save its resolve_conj()"
     return None
