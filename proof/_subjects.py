@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 HOLDFAST, TORCH, SAFETENSORS, DCP, ORBAX = "holdfast", "torch.save", "safetensors", "DCP", "Orbax"
 SUBJECTS = (HOLDFAST, TORCH, SAFETENSORS, DCP, ORBAX)
 
+LATEST = "latest"
+"""The name that is overwritten again and again, if no other is given."""
+
 ELEMENTS = 2000
 """Floats in each of two tensors of a state: some 16 KiB, many blocks and still quick to save."""
 
@@ -72,11 +75,11 @@ class Subject(ABC):
         self.elements = elements
 
     @abstractmethod
-    def save(self, folder: Path, value: int) -> None:
-        """Overwrite what is in ``folder``, which exists."""
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
+        """Overwrite what is in ``folder``, which exists, under that name."""
 
     @abstractmethod
-    def load(self, folder: Path) -> int: ...
+    def load(self, folder: Path, name: str = LATEST) -> int: ...
 
     def files(self, folder: Path) -> list[Path]:
         """All that was written, in order."""
@@ -87,45 +90,45 @@ class Holdfast(Subject):
     name = HOLDFAST
     module = "holdfast"
 
-    def save(self, folder: Path, value: int) -> None:
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
         import holdfast
 
-        holdfast.save(state_of(value, self.elements), folder / "latest", overwrite=True)
+        holdfast.save(state_of(value, self.elements), folder / name, overwrite=True)
 
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, name: str = LATEST) -> int:
         import holdfast
 
-        return value_of(holdfast.load(folder / "latest"))
+        return value_of(holdfast.load(folder / name))
 
 
 class TorchSave(Subject):
     name = TORCH
     module = "torch"
 
-    def save(self, folder: Path, value: int) -> None:
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
         import torch
 
-        torch.save(state_of(value, self.elements), folder / "latest.pt")
+        torch.save(state_of(value, self.elements), folder / f"{name}.pt")
 
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, name: str = LATEST) -> int:
         import torch
 
-        return value_of(torch.load(folder / "latest.pt", weights_only=True))
+        return value_of(torch.load(folder / f"{name}.pt", weights_only=True))
 
 
 class Safetensors(Subject):
     name = SAFETENSORS
     module = "safetensors"
 
-    def save(self, folder: Path, value: int) -> None:
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
         from safetensors.torch import save_file
 
-        save_file(state_of(value, self.elements), folder / "latest.safetensors")
+        save_file(state_of(value, self.elements), folder / f"{name}.safetensors")
 
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, name: str = LATEST) -> int:
         from safetensors.torch import load_file
 
-        return value_of(load_file(folder / "latest.safetensors"))
+        return value_of(load_file(folder / f"{name}.safetensors"))
 
 
 class DistributedCheckpoint(Subject):
@@ -134,24 +137,24 @@ class DistributedCheckpoint(Subject):
     name = DCP
     module = "torch"
 
-    def save(self, folder: Path, value: int) -> None:
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
         import torch.distributed.checkpoint as dcp
 
         with warnings.catch_warnings():  # that it overwrites, and that there are no ranks
             warnings.simplefilter("ignore")
             dcp.save(
                 state_of(value, self.elements),
-                storage_writer=dcp.FileSystemWriter(folder / "latest"),
+                storage_writer=dcp.FileSystemWriter(folder / name),
             )
 
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, name: str = LATEST) -> int:
         import torch
         import torch.distributed.checkpoint as dcp
 
         state = {name: torch.zeros_like(t) for name, t in state_of(0, self.elements).items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "latest"))
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder / name))
         return value_of(state)
 
 
@@ -162,7 +165,7 @@ class Orbax(Subject):
     name = ORBAX
     module = "orbax.checkpoint"
 
-    def save(self, folder: Path, value: int) -> None:
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
         import orbax.checkpoint as ocp
         import torch
 
@@ -170,12 +173,12 @@ class Orbax(Subject):
         state["half"] = state["half"].view(torch.int16)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(
-                (folder / "latest").absolute(),
+                (folder / name).absolute(),
                 {name: tensor.numpy() for name, tensor in state.items()},
                 force=True,
             )
 
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, name: str = LATEST) -> int:
         import orbax.checkpoint as ocp
         import torch
 
@@ -183,7 +186,7 @@ class Orbax(Subject):
         empty["half"] = empty["half"].view(torch.int16)
         with ocp.StandardCheckpointer() as checkpointer:
             found = checkpointer.restore(
-                (folder / "latest").absolute(), {name: t.numpy() for name, t in empty.items()}
+                (folder / name).absolute(), {name: t.numpy() for name, t in empty.items()}
             )
         state = {name: torch.from_numpy(array) for name, array in found.items()}
         state["half"] = state["half"].view(torch.bfloat16)
