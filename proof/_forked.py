@@ -105,6 +105,21 @@ def forked(act: Callable[[Tell], None]) -> Iterator[Child]:
                 os.waitpid(pid, 0)
 
 
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Savers tell at length of files that are broken, and threads of theirs do so too."""
+    kept = os.dup(2)
+    quiet = os.open(os.devnull, os.O_RDWR)
+    try:
+        os.dup2(quiet, 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(quiet)
+
+
 def _be(act: Callable[[Tell], None], writable: int) -> NoReturn:
     code = 1
     try:
@@ -140,6 +155,27 @@ def saves(
     return act
 
 
+@contextlib.contextmanager
+def gated(act: Callable[[Tell], None]) -> Iterator[tuple[Child, Callable[[], object]]]:
+    """As ``forked``, but it says ``ready`` and begins when the second thing is called."""
+    gate, key = os.pipe()
+
+    def wait(tell: Tell) -> None:
+        os.close(key)
+        tell("ready")
+        os.read(gate, 1)
+        os.close(gate)
+        act(tell)
+
+    try:
+        with forked(wait) as child:
+            child.wait_for("ready")
+            yield child, lambda: os.write(key, b"!")
+    finally:
+        os.close(gate)
+        os.close(key)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What can be loaded: a value, or nothing and why. ``wrong`` if it loaded and is no state."""
@@ -156,21 +192,25 @@ def look(subject: Subject, folder: Path, name: str = LATEST) -> Found:
     """What is there, looked at by a process of its own: some savers die of what they read."""
 
     def act(tell: Tell) -> None:
-        try:
-            tell(f"found {subject.load(folder, name)}")
-        except Wrong as error:
-            tell(f"wrong {_line(error)}")
-        except BaseException as error:  # noqa: BLE001 -- as the library raises it
-            tell(f"nothing {_line(error)}")
+        found = look_here(subject, folder, name)
+        tell(f"{found.value} {int(found.wrong)} {found.problem}")
 
     with forked(act) as child:
         code = child.end()
     if not child.lines:
         return Found(None, f"nothing: the load died with code {code}")
-    word, _, rest = child.lines[0].partition(" ")
-    if word == "found":
-        return Found(int(rest))
-    return Found(None, f"{word}: {rest}", wrong=word == "wrong")
+    value, wrong, problem = child.lines[0].split(" ", 2)
+    return Found(None if value == "None" else int(value), problem, wrong=wrong == "1")
+
+
+def look_here(subject: Subject, folder: Path, name: str = LATEST) -> Found:
+    """The same in this process, for thousands of looks."""
+    try:
+        return Found(subject.load(folder, name))
+    except Wrong as error:
+        return Found(None, f"wrong: {_line(error)}", wrong=True)
+    except BaseException as error:  # noqa: BLE001 -- as the library raises it; DCP's are no Exception
+        return Found(None, f"nothing: {_line(error)}")
 
 
 def _line(error: BaseException) -> str:
