@@ -156,24 +156,19 @@ def saves(
 
 
 @contextlib.contextmanager
-def gated(act: Callable[[Tell], None]) -> Iterator[tuple[Child, Callable[[], object]]]:
-    """As ``forked``, but it says ``ready`` and begins when the second thing is called."""
-    gate, key = os.pipe()
+def gated(act: Callable[[Tell], None]) -> Iterator[tuple[Child, Callable[[], None]]]:
+    """As ``forked``, but it says ``ready`` and begins when the second thing is called. By a signal:
+    whoever watches its calls sees none of this."""
 
     def wait(tell: Tell) -> None:
-        os.close(key)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         tell("ready")
-        os.read(gate, 1)
-        os.close(gate)
+        signal.sigwait({signal.SIGUSR1})
         act(tell)
 
-    try:
-        with forked(wait) as child:
-            child.wait_for("ready")
-            yield child, lambda: os.write(key, b"!")
-    finally:
-        os.close(gate)
-        os.close(key)
+    with forked(wait) as child:
+        child.wait_for("ready")
+        yield child, lambda: child.signal(signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)

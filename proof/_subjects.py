@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 HOLDFAST, TORCH, SAFETENSORS, DCP, ORBAX = "holdfast", "torch.save", "safetensors", "DCP", "Orbax"
+THREADED_DCP = "DCP, 4 threads"
 SUBJECTS = (HOLDFAST, TORCH, SAFETENSORS, DCP, ORBAX)
 
 LATEST = "latest"
@@ -136,6 +137,7 @@ class DistributedCheckpoint(Subject):
 
     name = DCP
     module = "torch"
+    threads = 1
 
     def save(self, folder: Path, value: int, name: str = LATEST) -> None:
         import torch.distributed.checkpoint as dcp
@@ -144,7 +146,7 @@ class DistributedCheckpoint(Subject):
             warnings.simplefilter("ignore")
             dcp.save(
                 state_of(value, self.elements),
-                storage_writer=dcp.FileSystemWriter(folder / name),
+                storage_writer=dcp.FileSystemWriter(folder / name, thread_count=self.threads),
             )
 
     def load(self, folder: Path, name: str = LATEST) -> int:
@@ -156,6 +158,13 @@ class DistributedCheckpoint(Subject):
             warnings.simplefilter("ignore")
             dcp.load(state, storage_reader=dcp.FileSystemReader(folder / name))
         return value_of(state)
+
+
+class ThreadedDistributedCheckpoint(DistributedCheckpoint):
+    """The same, as it is recommended for large states."""
+
+    name = THREADED_DCP
+    threads = 4
 
 
 class Orbax(Subject):
@@ -194,7 +203,15 @@ class Orbax(Subject):
 
 
 _KINDS: Mapping[str, type[Subject]] = {
-    kind.name: kind for kind in (Holdfast, TorchSave, Safetensors, DistributedCheckpoint, Orbax)
+    kind.name: kind
+    for kind in (
+        Holdfast,
+        TorchSave,
+        Safetensors,
+        DistributedCheckpoint,
+        ThreadedDistributedCheckpoint,
+        Orbax,
+    )
 }
 
 

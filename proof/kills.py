@@ -11,7 +11,6 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import _paths  # noqa: F401 -- the tests' machinery
@@ -53,7 +52,7 @@ class _Place:
         for case in range(cases):
             if self._there is None:
                 self._there = self._saved_by_one_that_is_left_alone()
-            harm: Callable[[str], None] = self._rng.choice([self._kill, self._stop])
+            harm = self._rng.choice([self._kill, self._stop])
             harm(f"{self._when}, case {case}")
         return Outcome(
             cases=cases,
