@@ -6,6 +6,7 @@ cases.
 """
 
 import contextlib
+import ctypes
 import importlib
 import os
 import select
@@ -24,6 +25,8 @@ SOON_S = 30.0
 """In which everything that is asked of a small saver has happened, on a busy machine too."""
 
 MEMORY = Path("/dev/shm")
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 Tell = Callable[[str], None]
 
@@ -232,10 +235,10 @@ def scratch() -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """Have all that was written there on its disk."""
+    """Have all that was written to its disk on it, and wait for no other disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(fd)
-        os.sync()
+        if _libc.syncfs(fd) != 0:
+            raise OSError(ctypes.get_errno(), "syncfs failed", str(folder))
     finally:
         os.close(fd)

@@ -15,13 +15,16 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import _paths  # noqa: F401 -- the tests' machinery
+
+# isort: split
+
 from campaign import ROOT, WORKLOADS, Run, explore
 from explorer import Disk, Image
 from recorder import Op, Recorded, RecordingSystem
 from traced import CALLS, Trace, attached
 from traced import unavailable as no_strace
 
-import _paths  # noqa: F401 -- the tests' machinery
 from _campaign import Campaign, Outcome
 from _forked import Found, Tell, forked, gated, look_here, saves, scratch, silent, warm
 from _subjects import HOLDFAST, SUBJECTS, Subject, subject

@@ -13,16 +13,19 @@ import re
 import resource
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import _paths  # noqa: F401 -- the tests' machinery
+
+# isort: split
 
 from failing import AFTER, BEFORE, FROM_THEN_ON, NOTHING, SHORT
 from injections import ACTS, Injections, prepare
 from traced import attached
 from traced import unavailable as no_strace
 
-import _paths  # noqa: F401 -- the tests' machinery
 from _campaign import Campaign, Outcome
 from _forked import Found, Stuck, Tell, forked, gated, look, saves, scratch, silent, warm
 from _subjects import HOLDFAST, SUBJECTS, THREADED_DCP, Subject, subject
@@ -68,15 +71,15 @@ def _fail_inside(seed: int) -> Outcome:
     act = [*ACTS][seed % len(ACTS)]
     with scratch() as folder:
         prepare(folder / "before")
-        done = Injections(folder / "before", act, seed)
         with silent():
+            done = Injections(folder / "before", act, seed)
             for code in rng.sample(INSIDE_CODES, 2):
                 for how in (BEFORE, AFTER, FROM_THEN_ON):
                     done.fail_all(how, code)
             done.fail_all(SHORT).fail_all(NOTHING)
     return Outcome(
         cases=done.injections,
-        violated=len(done.violations),
+        violated=done.violated,
         violations=tuple(f"seed {seed}, {what}" for what in done.violations[:MOST_TOLD]),
         facts={"calls failed inside": done.injections},
     )
@@ -111,7 +114,14 @@ class Tally:
                 self.told.append(f"{what}: the save {problem}")
 
 
-def fail_from_outside(saver: Subject, error: str, seed: int) -> Outcome:
+def fail_from_outside(
+    saver: Subject,
+    error: str,
+    seed: int,
+    *,
+    calls: Collection[str] = CALLS,
+    limits: int = LIMITS,
+) -> Outcome:
     warm(saver)
     with scratch() as folder:
         (folder / "before").mkdir()
@@ -119,13 +129,13 @@ def fail_from_outside(saver: Subject, error: str, seed: int) -> Outcome:
             child.end()
         one = _Fault(saver, folder)
         tally = Tally()
-        for call in one.calls():
+        for call in one.calls(calls):
             for nth, again in _turns(error):
                 code, found, fired = one.fail(call, error, f"{nth}{again}")
                 if not fired:
                     break
                 tally.judge(code, found, f"seed {seed}, {call} {nth}{again} with {error}")
-        for limit in one.limits(random.Random(seed)):
+        for limit in one.limits(limits, random.Random(seed)):
             code, found = one.limit(limit)
             tally.judge(code, found, f"seed {seed}, no file may have more than {limit} bytes")
     return Outcome(
@@ -151,21 +161,21 @@ class _Fault:
         self._now = folder / "now"
         self._output = folder / "strace"
 
-    def calls(self) -> list[str]:
+    def calls(self, calls: Collection[str]) -> list[str]:
         """Which of the calls a save makes at all."""
-        if self._save(f"trace={','.join(CALLS)}") != 0:
+        if self._save(f"trace={','.join(calls)}") != 0:
             raise RuntimeError(f"{self._saver.name} cannot save while strace looks on")
         seen = set(re.findall(r"(?m)^\d+ +(\w+)\(", self._output.read_text()))
-        return [call for call in CALLS if call in seen]
+        return [call for call in calls if call in seen]
 
     def fail(self, call: str, error: str, when: str) -> tuple[int | None, Found, bool]:
         code = self._save(f"trace={call}", f"inject={call}:error={error}:when={when}")
         fired = "(INJECTED)" in self._output.read_text()
         return code, look(self._saver, self._now), fired
 
-    def limits(self, rng: random.Random) -> list[int]:
+    def limits(self, most: int, rng: random.Random) -> list[int]:
         largest = max(path.stat().st_size for path in self._saver.files(self._folder / "before"))
-        return sorted({rng.randrange(largest) for _ in range(LIMITS)})
+        return sorted({rng.randrange(largest) for _ in range(most)})
 
     def limit(self, limit: int) -> tuple[int | None, Found]:
         """Python ignores the signal that goes with it, so the write that crosses it is short and

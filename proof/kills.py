@@ -14,6 +14,9 @@ from collections import Counter
 from pathlib import Path
 
 import _paths  # noqa: F401 -- the tests' machinery
+
+# isort: split
+
 from _campaign import Campaign, Outcome
 from _forked import SOON_S, Child, Found, Stuck, forked, look, saves, scratch, warm
 from _subjects import SUBJECTS, Subject, subject, unavailable

@@ -14,11 +14,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import _paths  # noqa: F401 -- the tests' machinery
+
+# isort: split
+
 import pytest
 from cutting import JOURNALS, MIB, cut_again_and_again
 from mounts import Ext4, cut_power
 
-import _paths  # noqa: F401 -- the tests' machinery
 from _campaign import Campaign, Outcome
 from _forked import Child, Found, forked, look, saves, scratch, settle, warm
 from _subjects import HOLDFAST, LATEST, SUBJECTS, Subject, subject

@@ -110,6 +110,7 @@ class Injections:
         self._fds = _fds()
         self.injections = 0
         self.successes = 0
+        self.violated = 0
         self.violations: list[str] = []
 
     def fail_all(self, how: str, code: int = errno.EIO) -> "Injections":
@@ -119,7 +120,9 @@ class Injections:
             try:
                 system = FailingSystem(base, nth, code, how)
                 where = f"{self._name}: {how} call {nth}, {errno.errorcode[code]}"
-                self.violations += self._fail(system, base, where)
+                problems = [*self._fail(system, base, where)]
+                self.violated += bool(problems)
+                self.violations += problems
             finally:
                 shutil.rmtree(base)
             if not system.failed:
