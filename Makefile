@@ -16,7 +16,7 @@ demo: setup
 	$(BIN)/holdfast demo
 
 test: setup
-	$(BIN)/python -m pytest
+	sh tools/test $(BIN)/python
 
 check: setup
 	$(BIN)/ruff check .
