@@ -35,8 +35,8 @@ class Campaign:
     """One promise and what tries to break it.
 
     ``run(subject, seed)`` does one batch, of seconds up to ``batch_timeout_s``, in a process of its
-    own; the same subject and seed are the same cases again. It returns what it found and raises only
-    if the campaign itself is broken. ``cases`` is how many make a full run for holdfast;
+    own; the same subject and seed are the same cases again. It returns what it found and raises
+    only if the campaign itself is broken. ``cases`` is how many make a full run for holdfast;
     ``peer_cases`` for each of the others, of which fewer tell enough. If it ``ends``, a full run is
     every batch up to one that ``is_last``, and ``cases`` only says about how many they are.
     ``unavailable(subject)`` says in words why this machine cannot run it, or ``None``.
