@@ -183,6 +183,8 @@ def _again(places: Places, name: str, subject: str, seed: str) -> int:
     finally:
         child.close()
     print("\n".join(told(batch, again(batch))))
+    for what, count in sorted(batch.facts.items()):
+        print(f"  {count} {what}")
     return 1 if batch.violated else 2 if batch.trouble else 0
 
 

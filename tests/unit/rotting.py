@@ -1,7 +1,7 @@
 """Bytes that go wrong where they are stored, and a checkpoint of which every one of them must be
 noticed, and located to file and tensor.
 
-``wounds`` knows files as bytes and no format; ``Rotten`` is one of holdfast's checkpoints, in memory.
+A ``Wound`` knows files as bytes and no format; ``Rotten`` is a checkpoint of holdfast's, in memory.
 """
 
 import random
@@ -139,7 +139,7 @@ def _blocks(data: bytes) -> int:
 
 
 def state_of(seed: int, scale: int = 1) -> dict:
-    """Several tensors, of which one is in three files. Alike for one ``scale``, whatever the seed."""
+    """Several tensors, of which one is in three files."""
     rng = np.random.default_rng(seed)
     rows = Grid.of_cuts((30 * scale, 8), [[10 * scale, 20 * scale], []])
     ids = Grid.whole((40 * scale,))
@@ -159,9 +159,12 @@ class Rotten:
 
     def __init__(self, seed: int, level=CompressionLevel.NONE, scale: int = 1) -> None:
         state = state_of(seed, scale)
-        storage = MemoryStorage()
+        storage, before = MemoryStorage(), MemoryStorage()
         write_parts(storage, "a", state, level=level, created="2026-01-31T12:00:00Z")
         self.files = files_of(storage)
+        older = write_parts(before, "a", state_of(seed + 1, scale), level=level, attempt="b" * 16)
+        self.older = files_of(before)  # of a save that this one has replaced
+        self._older_places = {(f"a/{file.name}", None) for file in older.files}
         self.arrays = {name: array for name, (array, _, _) in state.items()}
         self.is_compressed = level is not CompressionLevel.NONE
         self.catalog = Catalog(storage)
@@ -192,7 +195,9 @@ class Rotten:
         """Which files and tensors are to be named. Of a file whose frame is harmed, only that."""
         changed = [key for key, data in wound.files.items() if data != self.files[key]]
         if RECORD in changed:
-            return {(RECORD, None)}
+            # One of an older save is whole, and names files that are gone.
+            is_older = wound.files[RECORD] == self.older[RECORD]
+            return self._older_places if is_older else {(RECORD, None)}
         return {(key, name) for key in changed for name in self._names(key, wound.files[key])}
 
     def _names(self, key: str, data: bytes) -> set[str | None]:
