@@ -39,8 +39,9 @@ site: .venv/docs-ready
 bench: setup
 	$(BIN)/python benchmarks/run.py
 
+# Goes on where it was broken off. For less time: make proof MINUTES=10
 proof: setup
-	$(BIN)/python -m pytest -m proof
+	$(BIN)/python proof/run.py --minutes $(or $(MINUTES),120)
 
 # A real Azure server for the tests of az://, which are left out without it. Needs npm.
 emulators: setup

@@ -40,11 +40,11 @@ class Tally:
     def count(self, harm: Wound, how: str, violation: str | None = None) -> None:
         """``how`` it ended is counted. A violation is a sentence."""
         self.cases += 1
-        self.facts[f"{harm.kind}s"] += 1
+        self.facts[f"{harm.kind}"] += 1
         self.facts[how] += 1
         if violation is not None:
             self.violated += 1
-            self.facts[f"{harm.kind}s not noticed"] += 1
+            self.facts[f"{harm.kind} not noticed"] += 1
             if len(self.told) < MOST_TOLD:
                 self.told.append(f"{harm.words}: {violation}")
 

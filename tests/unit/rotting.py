@@ -45,7 +45,7 @@ def flip(files: Files, key: str, offset: int, bit: int) -> Wound:
     data = bytearray(files[key])
     data[offset] ^= 1 << bit
     words = f"bit {bit} of byte {offset} of {key} is flipped"
-    return Wound(kind="flipped bit", files={key: bytes(data)}, words=words)
+    return Wound(kind="flipped bits", files={key: bytes(data)}, words=words)
 
 
 def zeroed(files: Files, rng: random.Random) -> Wound:
@@ -56,7 +56,7 @@ def zeroed(files: Files, rng: random.Random) -> Wound:
     size = len(data[block * BLOCK : (block + 1) * BLOCK])
     data[block * BLOCK : block * BLOCK + size] = bytes(size)
     words = f"block {block} of {key} is zeros"
-    return Wound(kind="zeroed block", files={key: bytes(data)}, words=words)
+    return Wound(kind="zeroed blocks", files={key: bytes(data)}, words=words)
 
 
 def exchanged(files: Files, rng: random.Random) -> Wound:
@@ -81,10 +81,10 @@ def cut(files: Files, rng: random.Random) -> Wound:
     if rng.random() < 0.9:
         size = rng.choice([0, len(data) - 1, rng.randrange(len(data)), len(data) // BLOCK * BLOCK])
         words = f"{key} is cut off after {size} bytes"
-        return Wound(kind="wrong length", files={key: data[:size]}, words=words)
+        return Wound(kind="wrong lengths", files={key: data[:size]}, words=words)
     more = rng.choice([b"\0", bytes(BLOCK), data])
     words = f"{key} is {len(more)} bytes longer"
-    return Wound(kind="wrong length", files={key: data + more}, words=words)
+    return Wound(kind="wrong lengths", files={key: data + more}, words=words)
 
 
 def misplaced(files: Files, rng: random.Random) -> Wound:
@@ -99,7 +99,7 @@ def stale(files: Files, older: Files, rng: random.Random) -> Wound:
     """A file as an older save had left it: it was never overwritten, or put back."""
     key = rng.choice(sorted(files.keys() & older.keys()))
     words = f"{key} is that of an older save"
-    return Wound(kind="stale file", files={key: older[key]}, words=words)
+    return Wound(kind="stale files", files={key: older[key]}, words=words)
 
 
 WAYS: tuple[tuple[float, Callable[[Files, random.Random], Wound]], ...] = (
