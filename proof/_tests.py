@@ -53,6 +53,7 @@ def run_tests(piece: Piece, part: int, *, is_last: bool = False) -> Outcome:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "_slicing", "-m", piece.only]
         command += ["--proof-slice", f"{part}/{piece.batches}", "--junitxml", str(report)]
+        command += ["--rootdir", str(_paths.REPO), "-c", str(_paths.REPO / "pyproject.toml")]
         done = subprocess.run([*command, piece.tests], cwd=_paths.REPO, check=False)
         if done.returncode not in (0, 1):
             raise RuntimeError(f"pytest ended with exit code {done.returncode}: {piece.tests}")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 PROOF = REPO / "proof"
-if str(PROOF) not in sys.path:
-    sys.path.append(str(PROOF))
+for folder in (PROOF, *(REPO / "tests" / name for name in ("crash", "distributed"))):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 DRIVER = """
 import sys
