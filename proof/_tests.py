@@ -52,6 +52,7 @@ def run_tests(piece: Piece, part: int, *, is_last: bool = False) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "_slicing", "-m", piece.only]
+        command += ["-o", "junit_family=xunit1"]  # the one that has the properties of a test
         command += ["--proof-slice", f"{part}/{piece.batches}", "--junitxml", str(report)]
         command += ["--rootdir", str(_paths.REPO), "-c", str(_paths.REPO / "pyproject.toml")]
         done = subprocess.run([*command, piece.tests], cwd=_paths.REPO, check=False)
