@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import _paths
@@ -161,21 +161,21 @@ def _campaigns(names: Sequence[str]) -> tuple[list[Campaign], list[Row]]:
     found, unusable = [], []
     for name in names:
         try:
-            campaign: Campaign = importlib.import_module(name).CAMPAIGN
+            found.append(_campaign(name))
         except Exception as error:  # noqa: BLE001 -- whatever it is, it is told in a row
             unusable.append(broken_row(name, error))
-            continue
-        if campaign.name != name:
-            unusable.append(broken_row(name, ValueError(f"it calls itself {campaign.name!r}")))
-            continue
-        found.append(campaign)
     return found, unusable
+
+
+def _campaign(name: str) -> Campaign:
+    """By the name of its module, whatever it calls itself: a batch finds it by that."""
+    campaign: Campaign = importlib.import_module(name).CAMPAIGN
+    return replace(campaign, name=name)
 
 
 def _again(places: Places, name: str, subject: str, seed: str) -> int:
     """One batch, shown with all that it printed."""
-    campaign: Campaign = importlib.import_module(name).CAMPAIGN
-    child = Child(places.campaigns, campaign, subject, int(seed))
+    child = Child(places.campaigns, _campaign(name), subject, int(seed))
     try:
         while (batch := child.poll()) is None:
             time.sleep(0.05)

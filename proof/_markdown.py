@@ -1,7 +1,17 @@
 """Results as a table in Markdown."""
 
 from _results import Results, Row
-from _wording import by_campaign, facts, first_line, summary, target, tried, verdict, violated
+from _wording import (
+    by_campaign,
+    facts,
+    first_line,
+    sentence,
+    summary,
+    target,
+    tried,
+    verdict,
+    violated,
+)
 
 HEADER = ("campaign", "subject", "tried", "violations", "target", "result", "of these")
 
@@ -14,7 +24,8 @@ def markdown(results: Results) -> str:
     lines += ["", "What is tried, and counted:", ""]
     for name, rows in by_campaign(results.rows):
         if rows[0].promise:
-            lines.append(f"- **{name}** ({rows[0].counted}): {rows[0].promise}")
+            said = f"{sentence(rows[0].promise)} Counted: {rows[0].counted}."
+            lines.append(f"- **{_plain(name)}**: {_plain(said)}")
     told = [(row, each) for row in results.rows for each in row.told]
     if told:
         lines += ["", "Some of what went wrong, and how to see each again:", ""]

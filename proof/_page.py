@@ -12,6 +12,7 @@ from _wording import (
     first_line,
     number,
     percent,
+    sentence,
     summary,
     target,
     tried,
@@ -55,11 +56,12 @@ def page(results: Results) -> str:
 
 
 def _campaign(name: str, rows: list[Row]) -> str:
-    heads = [("", "subject"), ("n", rows[0].counted), ("n", "violations"), ("n", "target")]
+    heads = [("", "subject"), ("n", "tried"), ("n", "violations"), ("n", "target")]
+    said = f"{sentence(rows[0].promise)} Counted: {rows[0].counted}."
     return "".join(
         [
             f'<section id="{escape(name)}"><h2>{escape(name.replace("_", " "))}</h2>',
-            f"<p>{escape(rows[0].promise)}</p><table><thead><tr>",
+            f"<p>{escape(said)}</p><table><thead><tr>",
             *(f'<th class="{kind}">{escape(head)}</th>' for kind, head in heads),
             "<th>result</th></tr></thead><tbody>",
             *map(_row, rows),
@@ -76,7 +78,7 @@ def _row(row: Row) -> str:
         [
             f"<tr{ours}>",
             f'<td class="who" data-is="subject">{escape(row.subject)}</td>',
-            f'<td class="n" data-is="{escape(row.counted)}">{tried(row)}</td>',
+            f'<td class="n" data-is="tried">{tried(row)}</td>',
             f'<td class="n" data-is="violations">{escape(violated(row))}</td>',
             f'<td class="n" data-is="target">{target(row)}</td>',
             f'<td data-is="result"><div><span class="{kind}">{escape(verdict(row))}</span>',

@@ -34,10 +34,11 @@ def told(batch: Batch, again: str) -> list[str]:
     """What there is to say of a batch: one line, and one for each violation or trouble."""
     found = f"{number(batch.cases)} cases, {number(batch.violated)} violations"
     lines = [f"{batch.campaign} {batch.subject} #{batch.number}: {found}, {batch.seconds:.1f} s"]
-    for words in (*batch.violations[:MOST_TOLD], *([batch.trouble] if batch.trouble else [])):
-        kind = "broken" if batch.trouble and not batch.is_subjects else "violation"
-        lines += [f"  {kind}: {words if batch.trouble else first_line(words)}", f"    {again}"]
-    return lines
+    most = MOST_TOLD if batch.subject == HOLDFAST else 1
+    lines += [f"  violation: {first_line(words)}" for words in batch.violations[:most]]
+    if batch.trouble:
+        lines.append(f"  {'violation' if batch.is_subjects else 'broken'}: {batch.trouble}")
+    return lines if len(lines) == 1 else [*lines, f"    {again}"]
 
 
 class Plain:

@@ -55,6 +55,13 @@ def facts(row: Row) -> str:
     return ", ".join(f"{number(count)} {what}" for what, count in sorted(row.facts.items()))
 
 
+def sentence(words: str) -> str:
+    """With a capital and a full stop."""
+    if not words:
+        return ""
+    return words[0].upper() + words[1:] + ("" if words.endswith(".") else ".")
+
+
 def first_line(words: str, most: int = 300) -> str:
     line = words.strip().split("\n", 1)[0]
     return line if len(line) <= most else line[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
