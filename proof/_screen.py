@@ -58,7 +58,7 @@ class Plain:
 
 
 class Live:
-    """A table that is drawn again and again, below the lines of what was violated."""
+    """A table that is drawn again and again, a line for each campaign, below what went wrong."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -67,49 +67,54 @@ class Live:
         self._console = Console(file=stream)
         self._live = RichLive(console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
-        self._violated: dict[tuple[str, str], int] = {}
 
     def ended(self, batch: Batch, again: str) -> None:
-        row = batch.campaign, batch.subject
-        self._violated[row] = self._violated.get(row, 0) + batch.violated
         if (batch.subject == HOLDFAST and batch.violated) or batch.trouble:
             for line in told(batch, again):
                 self._console.print(line, style="red", markup=False, highlight=False)
 
     def show(self, everybody: Sequence[Standing], running: Sequence[Child], left_s: float) -> None:
-        self._live.update(self._table(everybody, running, left_s))
+        self._live.update(_table(everybody, running, left_s))
 
     def close(self) -> None:
         self._live.stop()
 
-    def _table(self, everybody: Sequence[Standing], running: Sequence[Child], left_s: float) -> Any:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
 
-        now = {(child.campaign.name, child.subject): child.elapsed_s for child in running}
-        table = Table(title=f"{duration(max(left_s, 0))} left", title_justify="left", box=None)
-        for head, side in (("campaign", "left"), ("subject", "left"), ("tried", "right")):
-            table.add_column(head, justify=side)  # type: ignore[arg-type]
-        table.add_column("of target", width=24)
-        table.add_column("", justify="right")
-        table.add_column("violations", justify="right")
-        table.add_column("now")
-        for each in everybody:
-            row = each.campaign.name, each.subject
-            share = 1.0 if each.has_ended else min(each.cases / max(each.wanted, 1), 1.0)
-            broken = self._violated.get(row, 0)
-            table.add_row(
-                each.campaign.name if each.subject == HOLDFAST else "",
-                each.subject,
-                number(each.cases),
-                ProgressBar(total=1.0, completed=share, width=24),
-                percent(share),
-                number(broken) if each.batches else "",
-                f"{now[row]:.0f} s" if row in now else "",
-                style="bold"
-                if row in now
-                else "red"
-                if broken and each.subject == HOLDFAST
-                else "",
-            )
-        return table
+def _table(everybody: Sequence[Standing], running: Sequence[Child], left_s: float) -> Any:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    now = {child.campaign.name: f"{child.subject} {child.elapsed_s:.0f} s" for child in running}
+    table = Table(title=f"{duration(max(left_s, 0))} left", title_justify="left", box=None)
+    table.add_column("campaign", no_wrap=True)
+    table.add_column("tried", justify="right", no_wrap=True)
+    table.add_column("", width=16)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("violations", justify="right", no_wrap=True)
+    table.add_column("now", no_wrap=True)
+    table.add_column("violations of peers")
+    for ours in (each for each in everybody if each.subject == HOLDFAST):
+        name = ours.campaign.name
+        share = 1.0 if ours.has_ended else min(ours.cases / max(ours.wanted, 1), 1.0)
+        bar = ProgressBar(
+            total=1.0, completed=share, width=16, complete_style="cyan", finished_style="green"
+        )
+        table.add_row(
+            Text(name, style="bold" if name in now else ""),
+            number(ours.cases),
+            bar,
+            percent(share),
+            Text(number(ours.violated), style="bold red" if ours.violated else "green"),
+            now.get(name, ""),
+            Text(_peers([each for each in everybody if each.campaign.name == name]), style="dim"),
+        )
+    return table
+
+
+def _peers(rows: Sequence[Standing]) -> str:
+    return ", ".join(
+        f"{each.subject} {number(each.violated)} of {number(each.cases)}"
+        for each in rows
+        if each.subject != HOLDFAST and each.batches
+    )

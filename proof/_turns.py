@@ -25,6 +25,7 @@ class Standing:
     campaign: Campaign
     subject: str
     cases: int = 0
+    violated: int = 0
     batches: int = 0
     seconds: float = 0.0
     troubles: int = 0
@@ -34,6 +35,7 @@ class Standing:
         return replace(
             self,
             cases=self.cases + batch.cases,
+            violated=self.violated + batch.violated,
             batches=self.batches + 1,
             seconds=self.seconds + batch.seconds,
             troubles=self.troubles + (batch.trouble is not None),
