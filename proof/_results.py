@@ -7,6 +7,7 @@ import datetime as dt
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +20,8 @@ from _turns import Standing
 
 MOST_TOLD = 5  # violations of one row
 PACKAGES = ("torch", "numpy", "safetensors", "orbax-checkpoint", "obstore", "hypothesis", "atheris")
+
+FOLDERS = re.compile(r"(?<![\w/.:])(?:/[\w.+@~-]+)+/")
 
 Verdict = Literal["held", "so far", "violated", "broken", "skipped", "not run"]
 
@@ -113,7 +116,7 @@ def _verdict(
         killed = standing.troubles - len(broken)
         return "violated", f"{killed} batches hung or died" if killed else ""
     if broken:
-        return "broken", broken[0].trouble or ""
+        return "broken", without_folders(broken[0].trouble or "")
     if unavailable is not None:
         return "skipped", unavailable
     if not standing.batches:
@@ -128,12 +131,18 @@ def _told(batches: Collection[Batch]) -> list[Told]:
     told = []
     for batch in batches:
         words = [*batch.violations, *([batch.trouble] if batch.trouble is not None else [])]
+        words = [without_folders(each) for each in words]
         told += [(nth, said, again(batch)) for nth, said in enumerate(words)]
     return [Told(words=words, again=command) for _, words, command in sorted(told, key=_first)]
 
 
 def _first(each: tuple[int, str, str]) -> int:
     return each[0]
+
+
+def without_folders(words: str) -> str:
+    """The same with files but without the folders they are in, which are this machine's affair."""
+    return FOLDERS.sub("\N{HORIZONTAL ELLIPSIS}/", words)
 
 
 def again(batch: Batch) -> str:
@@ -174,7 +183,7 @@ def broken_row(name: str, error: BaseException) -> Row:
         batches=0,
         seconds=0.0,
         verdict="broken",
-        why=f"it cannot be imported: {type(error).__name__}: {error}",
+        why=without_folders(f"it cannot be imported: {type(error).__name__}: {error}"),
         told=(),
     )
 

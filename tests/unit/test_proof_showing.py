@@ -11,7 +11,7 @@ import pytest
 from _ledger import Batch
 from _markdown import markdown
 from _page import page
-from _results import Results, Row, Told
+from _results import Results, Row, Told, without_folders
 from _screen import Plain, screen
 from _wording import duration, percent, target, verdict, violated
 
@@ -119,6 +119,18 @@ def test_why_a_row_is_not_there():
     assert Results(run={}, rows=(replace(ROW, verdict="broken"),)).exit_code == 2
     assert Results(run={}, rows=(BROKEN,)).exit_code == 0  # a peer's
     assert Results(run={}, rows=(replace(BROKEN, subject="holdfast"),)).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("[/a/b/c/buffer.cc:129] late", "[\N{HORIZONTAL ELLIPSIS}/buffer.cc:129] late"),
+        ("in /tmp/x-1/latest, and/or 1 / 2", "in \N{HORIZONTAL ELLIPSIS}/latest, and/or 1 / 2"),
+        ("latest/__0_0.distcp and s3://a/b/c", "latest/__0_0.distcp and s3://a/b/c"),
+    ],
+)
+def test_results_tell_of_files_and_not_of_the_folders_of_a_machine(words, shown):
+    assert without_folders(words) == shown
 
 
 def test_durations():
