@@ -43,7 +43,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         violated(row),
         target(row),
         verdict(row),
-        facts(row),
+        ", ".join(facts(row)),
     )
 
 

@@ -72,7 +72,7 @@ def _campaign(name: str, rows: list[Row]) -> str:
 
 def _row(row: Row) -> str:
     kind = row.verdict.replace(" ", "-")
-    counted = facts(row)
+    counted = " ".join(f"<span>{escape(each)}</span>" for each in facts(row))
     ours = ' class="ours"' if row.subject == HOLDFAST else ""
     return "".join(
         [
@@ -82,7 +82,7 @@ def _row(row: Row) -> str:
             f'<td class="n" data-is="violations">{escape(violated(row))}</td>',
             f'<td class="n" data-is="target">{target(row)}</td>',
             f'<td data-is="result"><div><span class="{kind}">{escape(verdict(row))}</span>',
-            f'<div class="facts">{escape(counted)}</div>' if counted else "",
+            f'<div class="facts">{counted}</div>' if counted else "",
             _bar(row),
             "</div></td></tr>",
         ]

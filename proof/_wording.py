@@ -51,8 +51,9 @@ def verdict(row: Row) -> str:
     return f"{told}: {first_line(row.why)}" if row.why and row.verdict != "so far" else told
 
 
-def facts(row: Row) -> str:
-    return ", ".join(f"{number(count)} {what}" for what, count in sorted(row.facts.items()))
+def facts(row: Row) -> list[str]:
+    """What else was counted, if it was anything."""
+    return [f"{number(count)} {what}" for what, count in sorted(row.facts.items()) if count]
 
 
 def sentence(words: str) -> str:
@@ -92,4 +93,4 @@ def summary(results: Results) -> str:
         f"{number(broken)} violations; {held} of {len(ours)} promises held, "
         f"{reached} of them to their target"
     )
-    return said + (f"; {len(idle)} could not be run" if idle else "") + "."
+    return said + (f"; {len(idle)} were not tried, for the reasons given" if idle else "") + "."

@@ -88,7 +88,8 @@ def test_the_page_is_whole_and_stands_alone():
         "1,200",
         "100,000",
         "1,199 (> 99%)",
-        "100 even, 1,100 odd",
+        "100 even",
+        "1,100 odd",
         "abc <i>",
         "peer <b>",
     ):
