@@ -51,7 +51,8 @@ def run_tests(piece: Piece, part: int, *, is_last: bool = False) -> Outcome:
     """One part of a piece, by pytest in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "_slicing", "-m", piece.only]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += ["-p", "_slicing", "-m", piece.only]
         command += ["-o", "junit_family=xunit1"]  # the one that has the properties of a test
         command += ["--proof-slice", f"{part}/{piece.batches}", "--junitxml", str(report)]
         command += ["--rootdir", str(_paths.REPO), "-c", str(_paths.REPO / "pyproject.toml")]
