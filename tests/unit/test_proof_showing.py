@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import proof_tools  # noqa: F401 -- the harness is beside src, not in it
 import pytest
+import rich.console
 
+from _campaign import Campaign, Outcome
 from _ledger import Batch
 from _markdown import markdown
 from _page import page
 from _results import Results, Row, Told, without_folders
-from _screen import Plain, screen
+from _screen import Plain, _table, screen
+from _turns import Standing
 from _wording import duration, percent, target, verdict, violated
 
 ROW = Row(
@@ -148,3 +151,17 @@ def test_where_there_is_no_terminal_every_batch_is_a_line():
     lines = stream.getvalue().splitlines()
     assert lines[0] == "sums peer #4: 9 cases, 0 violations, 1.2 s"
     assert lines[2:] == ["  violation: case 3: 5", "    run it again"]
+
+
+def test_in_a_terminal_there_is_a_line_for_each_campaign():
+    console = rich.console.Console(file=io.StringIO(), width=100)
+    campaign = Campaign(
+        name="sums", promise="", counted="", cases=80, run=lambda *_: Outcome(cases=0)
+    )
+    standing = Standing(campaign=campaign, subject="holdfast", cases=40, violated=2, batches=1)
+    peer = Standing(campaign=campaign, subject="peer", cases=90, violated=7, batches=1)
+    console.print(_table([standing, peer], [], left_s=61))
+    (line,) = [line for line in console.file.getvalue().splitlines() if "sums" in line]
+    assert line.split()[:2] == ["sums", "40"]
+    assert line.split()[-6:] == ["50%", "2", "peer", "7", "of", "90"]
+    assert "1 min 01 s left" in console.file.getvalue()
