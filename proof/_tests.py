@@ -51,7 +51,7 @@ def run_tests(piece: Piece, part: int, *, is_last: bool = False) -> Outcome:
     """One part of a piece, by pytest in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={folder}"]
         command += ["-p", "_slicing", "-m", piece.only]
         command += ["-o", "junit_family=xunit1"]  # the one that has the properties of a test
         command += ["--proof-slice", f"{part}/{piece.batches}", "--junitxml", str(report)]

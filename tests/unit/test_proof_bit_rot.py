@@ -1,4 +1,4 @@
-"""The campaign ``bit_rot`` of ``make proof``: what holdfast notices, and that it would be noticed if
+"""The campaign ``bit_rot`` of ``make proof``: what holdfast notices, and that it would be told if
 holdfast did not."""
 
 import random
