@@ -24,7 +24,7 @@ sys.exit(main(sys.argv[1:], places))
 """
 
 CAMPAIGN = """
-import os, signal, subprocess, sys, time
+import contextlib, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from _campaign import Campaign, Outcome, batch_of
 

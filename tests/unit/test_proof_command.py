@@ -13,6 +13,9 @@ GOOD = """
 def run(subject, seed):
     with (HERE / "ran").open("a") as ran:
         ran.write(f"{subject} {seed}\\n")
+    assert threading.active_count() == 1  # campaigns fork
+    with contextlib.suppress(ChildProcessError):
+        raise AssertionError(f"a child that nobody has started: {os.wait()}")
     return Outcome(cases=10, facts={"even": 5})
 """
 BAD = """
