@@ -1,6 +1,7 @@
 """Lets tests import the harness of ``make proof``, and run it as a command on campaigns of their
 own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +56,15 @@ class Harness:
 
     def start(self, *arguments):
         command = [sys.executable, str(self._driver), *map(str, arguments)]
+        scratch = self.place / "tmp"  # of which a run that is killed leaves some behind
+        scratch.mkdir(exist_ok=True)
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.place
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.place,
+            env=os.environ | {"TMPDIR": str(scratch)},
         )
 
     def run(self, *arguments, timeout_s=100):
