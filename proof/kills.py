@@ -76,7 +76,7 @@ class _Place:
         during = len(child.lines) == before and child.lines[-1].startswith("begin")
         self._facts["killed during a save" if during else "killed after a save"] += 1
         refused = [line for line in child.lines if line.startswith("failed")]
-        acked = child.last("saved") or self._there
+        acked = child.last("saved") or self._there or 0
         allowed = {acked, *range(max(first, acked), (child.last("begin") or acked) + 1)}
         self._judge(allowed, refused, f"{when}, killed")
 
@@ -104,7 +104,7 @@ class _Place:
         acked = {value for child in (first, second) if (value := child.last("saved"))}
         self._facts["both were acknowledged"] += len(acked) > 1
         self._facts["one was refused"] += len(acked) == 1
-        allowed = {ours[0], theirs[0]} if acked else {ours[0], theirs[0], self._there}
+        allowed = {ours[0], theirs[0]} if acked else {ours[0], theirs[0], self._there or 0}
         self._judge(allowed, [], f"{when}, stopped and continued")
 
     def _judge(self, allowed: set[int], refused: list[str], when: str) -> None:

@@ -128,7 +128,7 @@ class _Disk:
             with forked(saves(self._saver, folder, values, name)) as child:
                 self._wait(child, values)
                 child.read()
-                acked = child.last("saved") or self._there
+                acked = child.last("saved") or self._there or 0
                 refused = [line for line in child.lines if line.startswith("failed")]
                 cut_power(path)
                 child.signal(signal.SIGKILL)
