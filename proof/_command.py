@@ -89,13 +89,7 @@ def _all(places: Places, options: argparse.Namespace) -> int:
     ledger = Ledger(places.ledger, RunKey(seed=options.seed, code=code.key))
     if options.fresh:
         ledger.forget()
-    campaigns, unusable = _campaigns(names)
-    rows = [(campaign, subject) for campaign in campaigns for subject in campaign.subjects]
-    reasons = {
-        (campaign.name, subject): reason
-        for campaign, subject in rows
-        if (reason := campaign.unavailable(subject)) is not None
-    }
+    rows, reasons, unusable = _rows(names)
     _tell_beginning(ledger, code, options)
     plan = Run(
         folder=places.campaigns,
@@ -156,15 +150,24 @@ def _campaign_name(row: Row) -> str:
     return row.campaign
 
 
-def _campaigns(names: Sequence[str]) -> tuple[list[Campaign], list[Row]]:
-    """Those that can be imported, and a row for each that cannot."""
-    found, unusable = [], []
+def _rows(
+    names: Sequence[str],
+) -> tuple[list[tuple[Campaign, str]], dict[tuple[str, str], str], list[Row]]:
+    """Every campaign with each of its subjects; why some of these cannot be run here; and a row for
+    each campaign that cannot even say so."""
+    rows: list[tuple[Campaign, str]] = []
+    reasons: dict[tuple[str, str], str] = {}
+    unusable: list[Row] = []
     for name in names:
         try:
-            found.append(_campaign(name))
+            campaign = _campaign(name)
+            found = {subject: campaign.unavailable(subject) for subject in campaign.subjects}
         except Exception as error:  # noqa: BLE001 -- whatever it is, it is told in a row
             unusable.append(broken_row(name, error))
-    return found, unusable
+            continue
+        rows += [(campaign, subject) for subject in found]
+        reasons |= {(name, subject): why for subject, why in found.items() if why is not None}
+    return rows, reasons, unusable
 
 
 def _campaign(name: str) -> Campaign:

@@ -168,7 +168,7 @@ def rows_of(
 
 
 def broken_row(name: str, error: BaseException) -> Row:
-    """A campaign that cannot even be imported."""
+    """A campaign that cannot even be imported, or say whether it can be run."""
     return Row(
         campaign=name,
         subject=HOLDFAST,
@@ -183,7 +183,7 @@ def broken_row(name: str, error: BaseException) -> Row:
         batches=0,
         seconds=0.0,
         verdict="broken",
-        why=without_folders(f"it cannot be imported: {type(error).__name__}: {error}"),
+        why=without_folders(f"it cannot be used: {type(error).__name__}: {error}"),
         told=(),
     )
 
