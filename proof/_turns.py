@@ -1,10 +1,10 @@
 """Whose turn it is: which campaign and subject get the next batch. Pure; knows no process and no
 clock.
 
-First everybody gets one batch, holdfast before its peers, so that a short run tells something of
-everything. Then whoever has had least time for what it still misses: of two that have had the same
-time, the one further from its target goes first. Peers get a quarter of what holdfast gets: fewer
-cases tell enough of them.
+First everybody gets one batch, holdfast in all campaigns before its peers, so that a short run
+tells something of everything. Then whoever has had least time for what it still misses: of two that
+have had the same time, the one further from its target goes first. Peers get a quarter of what
+holdfast gets: fewer cases tell enough of them.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -62,8 +62,10 @@ class Standing:
     @property
     def turn(self) -> tuple[bool, float]:
         """Whoever's is lowest is next."""
-        share = 1.0 if self.subject == HOLDFAST else PEERS_SHARE
-        return self.batches > 0, self.seconds / (self.missing * share) if self.batches else 0.0
+        is_peer = self.subject != HOLDFAST
+        if not self.batches:
+            return False, float(is_peer)
+        return True, self.seconds / (self.missing * (PEERS_SHARE if is_peer else 1.0))
 
 
 def standings(rows: Iterable[tuple[Campaign, str]], batches: Iterable[Batch]) -> list[Standing]:
