@@ -227,6 +227,7 @@ CAMPAIGN = Campaign(
     cases=1_000_000,
     peer_cases=10_000,
     run=run,
+    batch_timeout_s=1200,
     subjects=SUBJECTS,
     unavailable=unavailable,
 )

@@ -219,6 +219,7 @@ CAMPAIGN = Campaign(
     cases=10_000,
     peer_cases=400,
     run=run,
+    batch_timeout_s=1200,
     subjects=(*SUBJECTS, THREADED_DCP),
     unavailable=unavailable,
 )

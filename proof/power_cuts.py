@@ -27,7 +27,7 @@ from _forked import Child, Found, forked, look, saves, scratch, settle, warm
 from _subjects import HOLDFAST, LATEST, SUBJECTS, Subject, subject
 from _subjects import unavailable as not_installed
 
-CUTS = 100
+CUTS = 50
 SAVES = 2
 SIZE_BYTES = 64 * MIB
 MOST_TOLD = 5
@@ -206,6 +206,7 @@ CAMPAIGN = Campaign(
     cases=10_000,
     peer_cases=400,
     run=run,
+    batch_timeout_s=1200,
     subjects=SUBJECTS,
     unavailable=unavailable,
 )
