@@ -11,8 +11,8 @@ PROOF = "proof"
 PIECES = (
     Piece(tests="tests/distributed/test_checkpoint_options.py", batches=5, only=PROOF),
     Piece(tests="tests/numerics/test_mixed_precision_remainder.py", batches=8, only=PROOF),
-    Piece(tests="tests/unit/test_catalog_interleaved.py", batches=1, only=PROOF),
-    Piece(tests="tests/unit/test_prune.py", batches=1, only=PROOF),
+    Piece(tests="tests/unit/test_catalog_interleaved.py", batches=25, only=PROOF),
+    Piece(tests="tests/unit/test_prune.py", batches=25, only=PROOF),
     Piece(tests="tests/distributed/test_preemption_torchrun.py", batches=1, only=PROOF),
     Piece(tests="tests/distributed/test_checkpoint_matrix.py", batches=21, only=PROOF),
 )
@@ -39,7 +39,7 @@ CAMPAIGN = Campaign(
     "saved; remainders of masters are exact for all 2**32 bit patterns; savers, deleters "
     "and collectors that take turns in any order lose nothing.",
     counted="tests",
-    cases=155,
+    cases=229,
     run=run,
     batch_timeout_s=3600,
     ends=True,
