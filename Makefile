@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check format site bench proof emulators clean
+.PHONY: setup demo test check format site bench proof coverage mutants emulators clean
 
 setup: .venv/ready
 
@@ -42,6 +42,18 @@ bench: setup
 # Goes on where it was broken off. For less time: make proof MINUTES=10
 proof: setup
 	$(BIN)/python proof/run.py --minutes $(or $(MINUTES),120)
+
+# How much of the core the quick tests run, in branches; and how many of 500 small wrong changes to it
+# they notice. Both go on where they were broken off.
+coverage: .venv/proof-ready
+	$(BIN)/python proof/_covering.py
+
+mutants: .venv/proof-ready
+	$(BIN)/python proof/mutants.py
+
+.venv/proof-ready: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[proof]"
+	touch $@
 
 # A real Azure server for the tests of az://, which are left out without it. Needs npm.
 emulators: setup

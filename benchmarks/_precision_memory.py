@@ -1,7 +1,8 @@
 """A process that says how many bytes it holds: ``_precision_memory.py kind parameters``.
 
-``fused``, ``remainder`` and ``plain`` are AdamW with BF16 weights after three steps, gradients
-included; ``growth`` is what 1,000 steps add to the first 100.
+``fused``, ``remainder`` and ``not fused`` are AdamW with BF16 weights after three steps, gradients
+included, ``by its own step`` is one that is stepped all at once; ``growth`` is what 1,000 steps add
+to the first 100.
 """
 
 import ctypes
@@ -29,7 +30,10 @@ def made(kind: str, parameters: int) -> MixedPrecisionOptimizer:
     weights = [torch.nn.Parameter(torch.randn(2**20)) for _ in range(parameters // 2**20)]
     storage = "remainder" if kind == "remainder" else "fp32"
     options = MixedPrecisionOptions.for_bf16(max_grad_norm=1.0, master_storage=storage)
-    return MixedPrecisionOptimizer(torch.optim.AdamW(weights, fused=kind != "plain"), options)
+    inner = torch.optim.AdamW(weights, fused=kind in {"fused", "remainder"})
+    if kind == "by its own step":
+        inner.register_step_post_hook(lambda *_: None)  # which is called by that step only
+    return MixedPrecisionOptimizer(inner, options)
 
 
 def step(optimizer: MixedPrecisionOptimizer) -> None:

@@ -2,16 +2,32 @@
 gradient is not finite. Gradients are made up: 16-bit products are slow on a CPU."""
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, RMSprop, SparseAdam
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 
 from holdfast.precision import MixedPrecisionOptimizer, MixedPrecisionOptions
 from holdfast.precision._blocked_step import BlockedStep
 from holdfast.precision._blocks import BLOCK, LANES, blocks_of
+from holdfast.precision._parted_step import PartedStep
 from holdfast.precision._plain_step import PlainStep
 
 SHAPES = [(BLOCK + 12_345,), (7,), (33, 5), (BLOCK - 3,), (1,), ()]
@@ -33,6 +49,19 @@ OTHER = {
     "RMSprop": lambda p: RMSprop(p, lr=0.01),
     "Adagrad": lambda p: Adagrad(p, lr=0.01),
     "Adafactor": lambda p: Adafactor(p, lr=0.01),
+}
+PARTED = {
+    "AdamW": lambda p, **words: AdamW(p, lr=0.01, amsgrad=True, **words),
+    "SGD": lambda p, **words: SGD(p, lr=0.1, **words),
+    "nesterov": lambda p, **words: SGD(p, lr=0.1, momentum=0.9, nesterov=True, **words),
+    "RMSprop": lambda p, **words: RMSprop(p, lr=0.01, momentum=0.5, centered=True, **words),
+    "Adagrad": lambda p, **words: Adagrad(p, lr=0.01, **words),
+    "Adadelta": lambda p, **words: Adadelta(p, lr=0.1, weight_decay=0.1, **words),
+    "Adamax": lambda p, **words: Adamax(p, lr=0.01, **words),
+    "NAdam": lambda p, **words: NAdam(p, lr=0.01, **words),
+    "RAdam": lambda p, **words: RAdam(p, lr=0.01, **words),
+    "ASGD": lambda p, **words: ASGD(p, lr=0.01, t0=1, **words),
+    "Rprop": lambda p, **words: Rprop(p, lr=0.01, **words),
 }
 
 
@@ -59,8 +88,8 @@ def options(precision, **changes):
 
 
 def assert_steps_alike(make, shapes, chosen, steps=3):
-    """Against torch's own step on FP32 weights, with the same gradients in FP32, divided at once
-    by scale and clipping."""
+    """Against torch's own step on FP32 weights, with the same gradients in FP32, to which scale
+    and clipping are one factor: torch's kernels divide by it, else gradients are multiplied."""
     weights, expected = parameters(shapes), parameters(shapes)
     optimizer = MixedPrecisionOptimizer(make(weights), chosen)
     reference = make(expected)
@@ -73,9 +102,10 @@ def assert_steps_alike(make, shapes, chosen, steps=3):
         assert result.grad_norm == pytest.approx(exact, rel=1e-4)
         most = chosen.max_grad_norm
         clipping = 1.0 if most is None else max(1.0, (result.grad_norm + 1e-6) / most)
-        divisor = torch.tensor(result.scale * clipping)
+        divisor = result.scale * clipping
+        is_fused = isinstance(optimizer._stepping, BlockedStep)
         for weight, value in zip(expected, values, strict=True):
-            weight.grad = value / divisor
+            weight.grad = value / torch.tensor(divisor) if is_fused else value * (1 / divisor)
         reference.step()
         for name, (weight, wanted) in enumerate(zip(weights, expected, strict=True)):
             master = optimizer.master_weights[f"group0.{name}"]
@@ -100,24 +130,98 @@ def test_a_blocked_step_is_bit_for_bit_the_whole_one(kind, precision, most):
         assert all(held[key].dtype is own[key].dtype for key in own)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("kind", OTHER)
-def test_other_optimizers_step_by_themselves(kind, precision):
-    """Gradients are multiplied, not divided: the same to rounding."""
-    chosen = options(precision, max_grad_norm=0.5)
-    for optimizer, master, wanted, weight, _ in assert_steps_alike(OTHER[kind], SMALL, chosen):
-        assert isinstance(optimizer._stepping, PlainStep)
-        torch.testing.assert_close(master.detach(), wanted.detach(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(weight, master.to(weight.dtype))
-
-
-@pytest.mark.parametrize("kind", OTHER)
-def test_other_optimizers_without_a_factor_are_bit_for_bit_themselves(kind):
-    for _, master, wanted, _, _ in assert_steps_alike(OTHER[kind], SMALL, options("bf16")):
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("kind", PARTED)
+def test_a_step_by_parts_is_bit_for_bit_the_whole_one(kind, foreach):
+    """In its first step a parameter is whole, as it has no state yet; then it is cut."""
+    shapes = [(33, 5), (BLOCK + 12_345,), (7,), (), (1,)]
+    make = functools.partial(PARTED[kind], foreach=foreach)
+    for optimizer, master, wanted, weight, reference in assert_steps_alike(
+        make, shapes, options("bf16")
+    ):
+        assert isinstance(optimizer._stepping, PartedStep)
         assert torch.equal(master, wanted)
+        assert torch.equal(weight, wanted.to(weight.dtype))
+        held, own = optimizer.state[master], reference.state[wanted]
+        assert held.keys() == own.keys()
+        for key, value in own.items():
+            assert torch.equal(torch.as_tensor(held[key]), torch.as_tensor(value)), key
+            assert not isinstance(value, torch.Tensor) or held[key].shape == value.shape
 
 
-def test_weights_in_other_orders_of_memory():
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "nesterov"])
+def test_a_step_by_parts_holds_no_gradients_in_fp32(kind):
+    weights = parameters([(BLOCK // 2,)] * 8)
+    optimizer = MixedPrecisionOptimizer(PARTED[kind](weights), options("bf16", max_grad_norm=1.0))
+    for step in range(3):
+        fill(weights, step)
+        assert optimizer.step()
+    room = optimizer._stepping._scratch.all(0, torch.device("cpu"))
+    assert room.untyped_storage().nbytes() <= 4 * BLOCK
+    assert all(master.grad is None for master in optimizer.master_weights.values())
+
+
+def test_parts_of_gradients_in_fp32_are_divided_in_place():
+    """As after ``unscale_``, and with ``grad_accumulation="fp32"``: nothing is cast then."""
+    chosen = options("bf16", initial_scale=4.0, grad_accumulation="fp32")
+    weights, expected = parameters([(3, 5)]), parameters([(3, 5)])
+    optimizer = MixedPrecisionOptimizer(PARTED["nesterov"](weights), chosen)
+    reference = PARTED["nesterov"](expected)
+    for _ in range(3):
+        weights[0].grad = torch.full((3, 5), 4.0)
+        expected[0].grad = torch.ones(3, 5)
+        assert optimizer.step()
+        reference.step()
+        assert torch.equal(weights[0].grad, torch.ones(3, 5))
+        assert torch.equal(optimizer.master_weights["group0.0"], expected[0])
+
+
+def test_a_step_that_was_replaced_is_the_one_that_is_taken():
+    called = []
+    for make in (FUSED["SGD"], OTHER["SGD"]):
+        (weight,) = parameters([(4,)])
+        inner = make([weight])
+        optimizer = MixedPrecisionOptimizer(inner, options("bf16"))
+        own = inner.step
+        inner.step = lambda own=own: (called.append(own), own())
+        fill([weight], 0)
+        assert optimizer.step()
+    assert len(called) == 2
+
+
+def test_a_step_by_parts_that_fails_leaves_weights_that_are_their_masters():
+    weights = parameters([(BLOCK,), (BLOCK,)])
+    optimizer = MixedPrecisionOptimizer(OTHER["SGD"](weights), options("bf16"))
+    fill(weights, 0)
+    assert optimizer.step()
+    name = next(iter(optimizer.master_weights))
+    optimizer.state[optimizer.master_weights["group0.1"]]["momentum_buffer"] = torch.ones(
+        BLOCK, dtype=torch.int8
+    )
+    before = optimizer.master_weights[name].detach().clone()
+    fill(weights, 1)
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    assert not torch.equal(before, optimizer.master_weights[name])
+    for weight, master in zip(weights, optimizer.master_weights.values(), strict=True):
+        assert torch.equal(weight, master.bfloat16())
+        assert master.grad is None
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("most", [None, 0.5])
+@pytest.mark.parametrize("kind", OTHER)
+def test_other_optimizers_are_bit_for_bit_themselves(kind, most, precision):
+    chosen = options(precision, max_grad_norm=most)
+    for optimizer, master, wanted, weight, _ in assert_steps_alike(OTHER[kind], SMALL, chosen):
+        way = PlainStep if kind == "Adafactor" else PartedStep
+        assert isinstance(optimizer._stepping, way)
+        assert torch.equal(master, wanted)
+        assert torch.equal(weight, wanted.to(weight.dtype))
+
+
+@pytest.mark.parametrize("make", [FUSED["AdamW"], OTHER["AdamW"], OTHER["foreach"]])
+def test_weights_in_other_orders_of_memory(make):
     """Channels last, transposed, with gaps, and gradients that lie otherwise than their weights."""
 
     def made():
@@ -130,9 +234,9 @@ def test_weights_in_other_orders_of_memory():
         ]
 
     weights, expected = made(), made()
-    optimizer = MixedPrecisionOptimizer(FUSED["AdamW"](weights), options("bf16"))
-    reference = FUSED["AdamW"](expected)
-    for step in range(2):
+    optimizer = MixedPrecisionOptimizer(make(weights), options("bf16"))
+    reference = make(expected)
+    for step in range(3):
         fill(weights, step)
         for weight, wanted in zip(weights, expected, strict=True):
             weight.grad = weight.grad.contiguous()
@@ -351,7 +455,15 @@ def test_groups_have_their_own_hyper_parameters(fused):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("make", [lambda p: SparseAdam(p, lr=0.1), lambda p: SGD(p, lr=0.1)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SparseAdam(p, lr=0.1),
+        lambda p: SGD(p, lr=0.1),
+        lambda p: Adagrad(p, lr=0.1),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad itself
 def test_sparse_gradients(make, precision):
     """Rows that occur twice are added up in FP32: of FP16, their sum would overflow here."""
     (weight,), (expected,) = parameters([(10, 4)]), parameters([(10, 4)])

@@ -13,7 +13,9 @@ from holdfast.precision import (
     MixedPrecisionOptimizer,
     MixedPrecisionOptions,
     create_checkpoint,
+    load_and_restore,
     restore_checkpoint,
+    save_checkpoint,
 )
 
 BF16 = MixedPrecisionOptions.for_bf16()
@@ -146,6 +148,49 @@ class TestWeightsThatSomebodyWrites:
         checkpoint = create_checkpoint(optimizer)
         weight = checkpoint.training_weights["0.weight"]
         assert torch.equal(checkpoint.master_weights["0.weight"], weight.float())
+
+
+class TestMastersThatSomebodyWrites:
+    @pytest.mark.parametrize("fused", [True, False])
+    @pytest.mark.parametrize("options", [BF16, FP16])
+    def test_they_are_trained_on_from_and_reach_the_weights(self, options, fused):
+        """Also of a weight that gets no gradient."""
+        model, optimizer = made(options, fused=fused)
+        stepped(optimizer, 2)
+        wanted = masters(optimizer)
+        wanted["0.weight"] += 0.001  # of which 16 bits keep little
+        wanted["2.bias"] += 0.001
+        with torch.no_grad():
+            for name in ("0.weight", "2.bias"):
+                optimizer.master_weights[name].add_(0.001)
+        assert moved(optimizer, wanted) == set()
+        fill(optimizer)
+        model[2].bias.grad = None
+        assert optimizer.step()
+        assert torch.equal(optimizer.master_weights["2.bias"], wanted["2.bias"])
+        assert not torch.equal(optimizer.master_weights["0.weight"], wanted["0.weight"])
+        for name, weight in optimizer.training_weights.items():
+            assert torch.equal(weight, optimizer.master_weights[name].to(weight.dtype))
+
+    def test_a_checkpoint_of_it_is_whole(self, tmp_path):
+        _, optimizer = made(FP16)
+        stepped(optimizer)
+        with torch.no_grad():
+            optimizer.master_weights["0.weight"].add_(0.5)
+        save_checkpoint(create_checkpoint(optimizer), tmp_path / "a")
+        _, other = made(FP16, seed=1)
+        load_and_restore(other, tmp_path / "a")
+        assert moved(other, masters(optimizer)) == set()
+
+    def test_what_was_written_to_the_weight_too_is_the_weight(self):
+        _, optimizer = made()
+        stepped(optimizer)
+        with torch.no_grad():
+            optimizer.master_weights["0.weight"].fill_(1 + 2**-20)
+            optimizer.training_weights["0.weight"].fill_(1.0).view(-1)[0] = 3.0
+        found = optimizer.master_weights["0.weight"].view(-1)
+        assert found[0] == 3.0
+        assert (found[1:] == 1 + 2**-20).all()
 
 
 class TestGradientsThatSomebodyLooksAt:
@@ -287,6 +332,26 @@ class TestOptimizersThatChange:
 
         plain, other = masters_of(other_order=False), masters_of(other_order=True)
         assert all(torch.equal(each, other[name]) for name, each in plain.items())
+
+    @pytest.mark.parametrize("what", ["master", "weight", "state"])
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_other_memory_of_the_same_values(self, fused, what):
+        """What a step keeps of where things lie is not believed when they lie elsewhere."""
+        (_, wanted), (_, optimizer) = made(fused=fused), made(fused=fused)
+        for each in (wanted, optimizer):
+            stepped(each, 2)
+        pair = optimizer.masters.pairs[0]
+        held = optimizer.state[pair.master]
+        if what == "state":
+            held["exp_avg"] = held["exp_avg"].clone()
+        else:
+            tensor = pair.master if what == "master" else pair.weight
+            tensor.data = tensor.data.clone()
+        for each in (wanted, optimizer):
+            stepped(each, 2)
+        assert moved(optimizer, masters(wanted)) == set()
+        assert torch.equal(held["exp_avg"], wanted.state[wanted.masters.pairs[0].master]["exp_avg"])
+        assert torch.equal(pair.weight, wanted.masters.pairs[0].weight)
 
     @pytest.mark.parametrize("fused", [True, False])
     def test_a_step_without_a_gradient_is_one(self, fused):

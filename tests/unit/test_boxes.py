@@ -93,6 +93,11 @@ def test_impossible_bounds_are_refused(start, stop):
         Box(start, stop)
 
 
+def test_bounds_of_different_dimensions_are_told_as_such():
+    with pytest.raises(ValueError, match=r"start=\(0,\) and stop=\(1, 2\) differ in dimensions"):
+        Box((0,), (1, 2))
+
+
 def test_boxes_of_different_dimensions_do_not_mix():
     with pytest.raises(ValueError, match="dimensions"):
         Box.whole((2,)).intersect(Box.whole((2, 2)))

@@ -515,6 +515,27 @@ def test_nothing_is_raised_after_the_commit(error):
     assert numbers(Catalog(inner)) == {"a": 1, "b": 2}
 
 
+def test_a_save_interrupted_while_it_looks_for_its_lost_commit_removes_no_checkpoint():
+    inner = MemoryStorage()
+    lost = []
+
+    def lose_answer(method, key):
+        if method == "create" and key == "a/metadata.json":
+            lost.append(key)
+            raise TransientStorageError("the answer was lost")
+
+    def interrupt(method, key):
+        if method == "stat" and key == "a/metadata.json" and len(lost) == 1:
+            lost.append(method)
+            raise KeyboardInterrupt
+
+    attempt, record = begun(Observed(inner, before=interrupt, after=lose_answer), "a", np.arange(3))
+    with pytest.raises(KeyboardInterrupt), attempt:
+        attempt.commit(record)
+    assert lost == ["a/metadata.json", "stat"]
+    assert Catalog(inner).verify("a").is_intact
+
+
 def test_a_commit_that_shows_but_may_not_be_durable_is_not_acknowledged():
     inner = MemoryStorage()
     faulty = FaultyStorage(inner, [Fault("create", 2, StorageError("fsync failed"), "after")])

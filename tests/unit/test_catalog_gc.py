@@ -108,7 +108,8 @@ def refer_to(storage, prefix, base):
     found = Catalog(storage).find(base).record
     (file,) = found.files
     lender = file.prefix or base
-    with Attempt.begin(storage, prefix, refers=[base, lender]) as attempt:
+    refers = [base, lender]
+    with Attempt.begin(storage, prefix, refers=refers, overwrite=True) as attempt:
         assert Catalog(storage).find(base).record.attempt == found.attempt
         yield
         borrowed = msgspec.structs.replace(file, prefix=lender)
@@ -117,8 +118,11 @@ def refer_to(storage, prefix, base):
     yield
 
 
-def test_a_reference_that_is_handed_on_while_a_delete_looks_is_seen(storage):
+@pytest.mark.parametrize("overwriting", [False, True])
+def test_a_reference_that_is_handed_on_while_a_delete_looks_is_seen(storage, overwriting):
     referring(storage, prefix="r")
+    if overwriting:
+        Catalog(storage).write("a", {"n": 1})
     done = []
 
     def hand_on(method, key):
@@ -309,6 +313,22 @@ def test_a_save_that_commits_while_gc_looks_is_left_alone():
     assert leftovers(storage) == []
 
 
+def test_a_save_that_is_over_before_its_intent_is_read_has_its_files():
+    storage = MemoryStorage()
+    attempt, record = begun(storage, "a", np.arange(3))
+    done = []
+
+    def commit(method, key):
+        if method == "stat" and key == attempt.intent.key and not done:
+            done.append(key)
+            with attempt:
+                attempt.commit(record)
+
+    report = Catalog(Observed(storage, before=commit)).gc()
+    assert (len(done), report.deleted, report.kept) == (1, (), {})
+    assert Catalog(storage).verify("a").is_intact
+
+
 def test_tombstones_are_not_listed_and_stay_for_a_week(storage):
     begun(storage, "a", np.arange(3))
     catalog = Catalog(storage)
@@ -318,9 +338,10 @@ def test_tombstones_are_not_listed_and_stay_for_a_week(storage):
     for call in (catalog.info, catalog.read, catalog.open, catalog.delete, catalog.verify):
         with pytest.raises(CheckpointNotFoundError):
             call("a")
-    aged(storage, metadata=6 * 24 * 3600).gc()
+    week_s = 7 * 24 * 3600
+    aged(storage, metadata=week_s - 100).gc()
     assert leftovers(storage) == ["a/metadata.json"]
-    assert aged(storage, metadata=8 * 24 * 3600).gc().deleted == ("a/metadata.json",)
+    assert aged(storage, metadata=week_s).gc().deleted == ("a/metadata.json",)
     assert files_of(storage) == {}
 
 
@@ -345,7 +366,8 @@ def test_old_clock_objects_are_removed():
     storage = MemoryStorage()
     put(storage, "clock-0123456789abcdef", b"")
     assert Catalog(storage).gc().deleted == ()
-    assert aged(storage, clock=4000).gc().deleted == ("clock-0123456789abcdef",)
+    assert aged(storage, clock=3500).gc().deleted == ()
+    assert aged(storage, clock=3600).gc().deleted == ("clock-0123456789abcdef",)
 
 
 # --- records and intents that cannot be read

@@ -2,6 +2,7 @@
 little memory, and with nothing written."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ import zstandard
 from catalog_tools import Part, files_of, memory_of, write_parts
 
 from holdfast.catalog import Catalog
+from holdfast.contracts import SMALL_OBJECT_BYTES
 from holdfast.errors import CheckpointError, CorruptedError, IncompatibleVersionError
 from holdfast.format import (
     CHUNK_BYTES,
@@ -35,6 +37,7 @@ from holdfast.format import (
 )
 from holdfast.reshard import Box, Grid
 from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage._wrapped import WrappedStorage
 
 RECORD = "a/metadata.json"
 SHARD = "a/shard-0-00000000000000aa.safetensors"
@@ -423,3 +426,21 @@ def test_a_tensor_that_is_really_stored_but_larger_than_memory_says_so(tmp_path)
     )
     assert done.returncode == 0, done.stderr
     assert f"there is no memory for the {count * CHUNK_BYTES} bytes of tensor 'w'" in done.stdout
+
+
+def test_a_record_that_is_too_large_is_not_read():
+    class Large(WrappedStorage):
+        def stat(self, key):
+            return dataclasses.replace(super().stat(key), size_bytes=SMALL_OBJECT_BYTES + 1)
+
+        def read(self, key):
+            raise AssertionError(key)
+
+    storage = MemoryStorage()
+    Catalog(storage).write("a", {"n": 1})
+    with pytest.raises(CorruptedError, match="a commit record has at most 67108864 bytes, not 671"):
+        Catalog(Large(storage)).info("a")
+    somebodys = MemoryStorage()
+    somebodys.create(RECORD, b'{"format":"another"}')
+    with pytest.raises(CorruptedError, match="is not holdfast's"):
+        Catalog(Large(somebodys)).info("a")

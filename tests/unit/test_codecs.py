@@ -3,6 +3,8 @@
 import itertools
 import random
 import struct
+import subprocess
+import sys
 import threading
 import tracemalloc
 
@@ -319,6 +321,11 @@ def test_chunks_stored_as_they_are_come_back_as_themselves():
         assert item is chunk
 
 
+def test_without_compression_every_chunk_of_a_list_comes_once():
+    chunks = [("F32", memoryview(bytes([n] * 8))) for n in range(3)]
+    assert [*compressed(chunks, level="none")] == [chunk for _, chunk in chunks]
+
+
 def test_an_empty_stream_starts_no_thread():
     assert list(compressed([], level="fast")) == []
     assert not compressing_threads()
@@ -378,6 +385,16 @@ def test_a_stream_that_is_closed_early_leaves_no_thread():
     assert compressing_threads()
     frames.close()
     assert not compressing_threads()
+
+
+def test_a_stream_that_is_never_closed_does_not_keep_the_interpreter_from_ending():
+    program = (
+        "from holdfast.format import compressed\n"
+        "chunks = [('F32', memoryview(bytes(8)))] * 9\n"
+        "frames = compressed(chunks, level='fast', threads=1)\n"
+        "next(frames)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 def test_impossible_stream_arguments_are_refused_at_once():

@@ -52,6 +52,13 @@ def test_different_parts_have_different_entries(parts):
     assert len(told) == len(entries)
 
 
+def test_a_box_has_at_most_64_dimensions():
+    box = ((0, 1),) * 64
+    assert parse_entry_name(entry_name("w", shape_of(box), box)) == ("w", box)
+    with pytest.raises(ValueError, match="more than 64 dimensions"):
+        parse_entry_name(f"w[{','.join(['0:1'] * 65)}]")
+
+
 def test_names_of_slices_read_like_slices():
     assert entry_name("w", (2, 3), ((4, 6), (0, 3))) == "w[4:6,0:3]"
     assert entry_name("w", (), ()) == "w[]"

@@ -169,6 +169,24 @@ def test_runs_rise_if_their_numbers_do(runs):
     assert numbers.rises == (list(numbers) == sorted(set(numbers)))
 
 
+def test_a_number_that_comes_twice_does_not_rise():
+    assert not IndexRuns(runs=((3, 0, 2),)).rises
+    assert not IndexRuns(runs=((3, 1, 2), (4, 1, 1))).rises
+    assert IndexRuns(runs=((3, 0, 1), (4, 1, 2))).rises
+
+
+@pytest.mark.parametrize("cell", [-1, 2])
+def test_a_cell_that_is_none_of_the_grid_is_refused(cell):
+    with pytest.raises(IndexError, match=f"cell {cell} is not one of 2"):
+        Grid((4,), (2,)).box(cell)
+
+
+def test_a_tensor_without_elements_is_one_cell():
+    assert Grid((0, 4), (0, 4)).cells == 1
+    with pytest.raises(ValueError, match="has no elements and so one cell, not several"):
+        Grid((0, 4), (0, 2))
+
+
 def test_arithmetic_numbers_are_one_run():
     assert IndexRuns.of(range(0, 80, 8)).runs == ((0, 8, 10),)
     assert IndexRuns.of([5, 5, 5, 0, 1, 2]).runs == ((5, 0, 3), (0, 1, 3))

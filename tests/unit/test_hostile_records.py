@@ -348,3 +348,11 @@ def test_more_boxes_than_can_be_compared_are_refused():
     with pytest.raises(CorruptedError, match="tensor 'b': the record has more than 1000000 boxes"):
         decode_record(data, path=PATH)
     assert len(decode_record(body(tensors={"a": half}), path=PATH).tensors) == 1
+
+
+def test_a_box_of_no_elements_is_no_part_of_a_tensor_that_has_some():
+    boxes = [[[0, 4], [0, 6]], [[2, 2], [0, 6]]]
+    with pytest.raises(CorruptedError, match="tensor 'w': box 1 is not inside the shape"):
+        decode_record(placed([4, 6], [[0, 1, 2]], boxes=boxes), path=PATH)
+    empty = decode_record(placed([0, 6], [[0, 0, 1]], boxes=[[[0, 0], [0, 6]]]), path=PATH)
+    assert empty.tensors["w"].shape == (0, 6)

@@ -3,11 +3,13 @@
 import ctypes
 import errno
 import os
+import shutil
 import sys
 import threading
 
 import pytest
 
+from holdfast.contracts import ReadRange
 from holdfast.errors import NoSpaceError, ObjectChangedError, StorageError
 from holdfast.storage import LocalStorage, _system
 from holdfast.storage._system import System
@@ -127,3 +129,140 @@ def test_an_interrupted_reservation_is_made_again(tmp_path, monkeypatch, codes, 
         with pytest.raises(expected):
             storage.open_writer("a", size_bytes=5)
     assert codes == []
+
+
+@pytest.mark.parametrize("root", ["", "runs\0a"])
+def test_what_is_no_path_is_no_root(root):
+    with pytest.raises(ValueError, match="root must be the path of a folder"):
+        LocalStorage(root)
+
+
+def test_the_free_space_is_that_of_the_disk_also_of_a_root_that_is_not_there_yet(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    for root in (tmp_path, tmp_path / "not" / "yet"):
+        assert free / 2 < LocalStorage(root).free_bytes() < free * 2
+
+
+def test_it_shows_where_it_is(tmp_path):
+    assert repr(LocalStorage(tmp_path)) == f"LocalStorage('{tmp_path.as_uri()}')"
+
+
+def test_a_disk_that_makes_a_file_and_then_refuses_direct_io_is_written_to_all_the_same(
+    tmp_path, monkeypatch
+):
+    real, refused = os.open, []
+
+    def refusing(path, flags, mode=0o777, *, dir_fd=None):
+        fd = real(path, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd)
+        if flags & os.O_DIRECT:
+            os.close(fd)
+            refused.append(flags)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return fd
+
+    data = os.urandom(3 * 1024 * 1024 + 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refusing)
+        storage = LocalStorage(tmp_path)
+        with storage.open_writer("a") as writer:
+            writer.write_at(0, data)
+            writer.finish()
+        assert storage.read("a") == data
+    assert {flags & os.O_CREAT for flags in refused} == {0, os.O_CREAT}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".holdfast.lock", "a"]
+
+
+@pytest.mark.skipif(_system._fallocate is None, reason="this system reserves no room")
+def test_why_room_could_not_be_reserved_is_told():
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        System().allocate(-1, 5)
+
+
+def test_a_descriptor_is_not_closed_twice(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    System().close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        System().close(fd)
+
+
+def test_a_folder_that_goes_while_sweeping_does_not_keep_the_others(tmp_path):
+    class Emptied(System):
+        def open_folder(self, name, folder):
+            if name == "gone":
+                (tmp_path / "gone" / ".holdfast-left.tmp").unlink(missing_ok=True)
+                os.rmdir(name, dir_fd=folder)
+            return super().open_folder(name, folder)
+
+    for name in ("a", "gone", "z"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".holdfast-left.tmp").write_bytes(b"")
+    assert LocalStorage(tmp_path, system=Emptied()).sweep(0) == 2
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(("size", "buffered"), [(1024 * 1024 - 1, 1), (1024 * 1024, 0)])
+def test_what_is_large_is_read_past_the_page_cache_and_what_is_small_is_not(
+    tmp_path, size, buffered
+):
+    given_up = []
+
+    class Watched(System):
+        def open_file(self, name, folder, *, direct=False):
+            fd, is_direct = super().open_file(name, folder, direct=direct)
+            if direct and not is_direct:
+                pytest.skip("this filesystem has no direct I/O")
+            return fd, is_direct
+
+        def make_buffered(self, fd):
+            given_up.append(fd)
+            super().make_buffered(fd)
+
+    storage = LocalStorage(tmp_path, system=Watched())
+    data = os.urandom(size)
+    storage.create("a", data)
+    assert storage.read("a") == data
+    into = bytearray(size)
+    storage.read_into("a", [ReadRange(start=0, into=memoryview(into))])
+    assert into == data
+    assert len(given_up) == 2 * buffered
+
+
+@pytest.mark.parametrize("size", [5, 3 * 1024 * 1024])
+def test_an_object_that_is_cut_while_it_is_read_is_an_error(tmp_path, size):
+    class Cut(System):
+        def read(self, fd, into, offset):
+            os.truncate(tmp_path / "a", 3)
+            return super().read(fd, into, offset)
+
+    LocalStorage(tmp_path).create("a", bytes(size))
+    with pytest.raises(StorageError, match="the object was cut while it was read") as caught:
+        LocalStorage(tmp_path, system=Cut()).read("a")
+    assert caught.value.path == "a"
+
+
+def test_a_slow_disk_holds_the_writer_up_before_memory_fills(tmp_path):
+    go_on = threading.Event()
+
+    class Slow(System):
+        def write(self, fd, data, offset):
+            assert go_on.wait(60)
+            return super().write(fd, data, offset)
+
+    piece = os.urandom(4 * 1024 * 1024)
+    taken = []
+
+    def write():
+        with LocalStorage(tmp_path, system=Slow()).open_writer("a") as writer:
+            for n in range(8):
+                writer.write_at(n * len(piece), piece)
+                taken.append(n)
+            writer.finish()
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    writing.join(0.5)
+    held = len(taken)
+    go_on.set()
+    writing.join()
+    assert held <= 4
+    assert LocalStorage(tmp_path).read("a") == piece * 8

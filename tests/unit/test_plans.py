@@ -219,6 +219,11 @@ def test_a_cut_leaf_of_few_rows_is_cut_across_them():
     assert tensor.grid == Grid((2, 8 * MIB), (2, MIB))
 
 
+def test_a_leaf_that_no_dimension_cuts_often_enough_is_cut_along_its_longest():
+    (tensor,) = plan_save(one_group(8, [f32("w", 2, 5, 3)]), piece_bytes=4).tensors
+    assert tensor.grid == Grid((2, 5, 3), (2, 1, 3))
+
+
 def test_stages_of_a_pipeline_write_their_own_leaves_and_share_the_common_ones():
     first, second = layout((2,), Shard(0)), layout((2,), Shard(0), ranks=[2, 3])
     groups = [
@@ -252,6 +257,12 @@ def test_one_rank_with_a_leaf_more_still_shares_a_mesh_with_the_others():
     plan = plan_save(groups)
     assert_sound(plan, 3)
     assert [list(tensor.writers) for tensor in plan.tensors] == [[0, 1, 2], [0]]
+
+
+def test_a_leaf_without_bytes_for_its_elements_is_refused():
+    assert Leaf(name="w", dtype="U8", itemsize=1, shape=(2,)).itemsize == 1
+    with pytest.raises(ValueError, match="itemsize must be at least 1, not 0"):
+        Leaf(name="w", dtype="F32", itemsize=0, shape=(2,))
 
 
 def test_ranks_that_disagree_about_a_leaf_are_refused():

@@ -7,6 +7,9 @@ import datetime as dt
 import os
 import random
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 import safetensors
@@ -239,7 +242,7 @@ class TestFiles:
         assert link.is_symlink()
         assert load_checkpoint(saved).metadata == {}
 
-    @pytest.mark.parametrize("path", ["", None, 3])
+    @pytest.mark.parametrize("path", ["", None, 3, "a\0b"])
     def test_what_is_no_path_is_refused(self, trainee, path):
         with pytest.raises(ValueError, match="path must be"):
             save_checkpoint(create_checkpoint(trainee), path)
@@ -657,6 +660,13 @@ class TestTakingOver:
         assert everything(trainee) == before
 
 
+def test_a_name_that_no_file_can_have(tmp_path):
+    with pytest.raises(StorageError, match="File name too long"):
+        save_checkpoint(create_checkpoint(made()), tmp_path / ("n" * 300))
+    with pytest.raises(StorageError, match="File name too long"):
+        load_checkpoint(tmp_path / ("n" * 300))
+
+
 @pytest.mark.parametrize("kind", ["pipe", "socket", "link"])
 def test_what_is_no_file_stays_what_it_is(tmp_path, kind):
     path = tmp_path / "mp.safetensors"
@@ -675,3 +685,35 @@ def test_what_is_no_file_stays_what_it_is(tmp_path, kind):
             assert caught.value.path == str(path)
         assert path.lstat().st_ino == before.st_ino
         assert list(tmp_path.iterdir()) == [path]
+
+
+_SAVES = """
+import sys, torch
+from torch import nn
+from holdfast.precision import *
+weight = nn.Parameter(torch.zeros(1000, 1000))
+inner = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+optimizer = MixedPrecisionOptimizer(inner, MixedPrecisionOptions())
+while True:
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    print("saving", flush=True)
+    save_checkpoint(create_checkpoint(optimizer), sys.argv[1])
+    print(optimizer.step_count, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_the_last_whole_file(tmp_path):
+    """What it said was saved is there, or something newer."""
+    path = tmp_path / "mp"
+    command = [sys.executable, "-c", _SAVES, path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as saving:
+        said = [saving.stdout.readline().strip() for _ in range(5)]
+        assert said == ["saving", "1", "saving", "2", "saving"]
+        time.sleep(0.003)
+        saving.kill()
+        rest = saving.stdout.read().split()
+    told = max(int(word) for word in ["2", *rest] if word.isdigit())
+    found = load_checkpoint(path)
+    assert told <= found.step_count <= told + 1
+    assert validate_checkpoint(found)

@@ -166,6 +166,16 @@ def test_neighbours_become_one_read_and_far_ranges_do_not():
     ]
 
 
+def test_without_a_gap_only_what_touches_becomes_one_read():
+    spans = coalesce([(90, 2), (92, 2), (95, 1)], max_gap=0, max_bytes=4)
+    assert [(span.start, span.stop) for span in spans] == [(90, 94), (95, 96)]
+    assert len(coalesce([(0, 1), (1, 1)], max_gap=0, max_bytes=1)) == 2
+
+
+def test_a_leaf_of_no_bytes_has_no_chunks():
+    assert chunk_spans(0, 4, [(0, 0)]) == []
+
+
 @pytest.mark.parametrize(("max_gap", "max_bytes"), [(-1, 1), (0, 0)])
 def test_impossible_limits_are_refused(max_gap, max_bytes):
     with pytest.raises(ValueError, match="max_gap"):

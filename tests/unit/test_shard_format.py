@@ -301,6 +301,12 @@ def test_shards_that_cannot_be_are_refused(entries, options, words):
         plan_shard(entries, **options)
 
 
+@pytest.mark.parametrize("index", [-1, 2])
+def test_what_is_stored_of_an_entry_that_is_not_there_is_refused(index):
+    with pytest.raises(ValueError, match=rf"stored names entries \[{index}\] of 2"):
+        plan_shard([entry(), entry(name="z")], stored={index: ("c", [5])})
+
+
 @pytest.mark.parametrize(
     ("digests", "frames", "words"),
     [

@@ -1,5 +1,6 @@
 """What the wrappers add: retries, deadlines, a breaker, a rate; and the faults that show it."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -367,6 +368,48 @@ class TestDeadlined:
         writer.abort()
         stuck.go.set()
         assert stuck.aborted.wait(10)
+
+    def test_what_cannot_be_tidied_up_behind_a_late_call_harms_nobody(self, caplog):
+        class Broken(Stuck):
+            def open_writer(self, key, *, size_bytes=None):
+                return BrokenWriter(self, MemoryStorage.open_writer(self, key))
+
+        class BrokenWriter(StuckWriter):
+            def abort(self):
+                self.storage.aborted.set()
+                raise StorageError("the disk is gone")
+
+        stuck = Broken("write_at")
+        writer = deadlined(stuck, SOON).open_writer("a")
+        with caplog.at_level(logging.DEBUG), pytest.raises(OperationTimeoutError):
+            writer.write_at(0, b"x")
+        with caplog.at_level(logging.DEBUG):
+            stuck.go.set()
+            assert stuck.aborted.wait(10)
+            wait_for_threads()
+        assert "could not be dropped" in caplog.text
+
+    def test_a_call_that_waits_for_a_late_one_never_begins(self):
+        stuck = Stuck("write_at")
+        writer = deadlined(stuck, SOON).open_writer("a")
+        refused = []
+
+        def write():
+            try:
+                writer.write_at(0, b"x")
+            except (OperationTimeoutError, ClosedError) as error:
+                refused.append(type(error))
+
+        threads = [threading.Thread(target=write) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stuck.go.set()
+        assert stuck.aborted.wait(10)
+        wait_for_threads()
+        assert len(refused) == 3
+        assert [*stuck.list()] == []
 
     def test_a_writer_that_was_opened_late_is_aborted(self):
         stuck = Stuck("open_writer")

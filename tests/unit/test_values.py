@@ -132,6 +132,8 @@ def test_any_tree_of_values_comes_back_with_every_type(value):
         dt.time(1, 2, tzinfo=dt.timezone(-dt.timedelta(hours=3))),
         dt.timedelta(days=-1, microseconds=1),
         dt.timedelta.max,
+        dt.timedelta.min,
+        dt.timedelta(seconds=86_399, microseconds=999_999),
         np.str_("text\0"),
         np.bytes_(b"bytes\0"),
         np.float64(-0.0),
@@ -196,6 +198,11 @@ def test_random_generators_continue_from_their_stored_states():
         assert np.random.Generator(other).random() == np.random.Generator(one).random()
 
 
+def test_an_array_of_texts_may_have_the_first_and_the_last_character_of_all():
+    value = np.array(["\0a", chr(0x10FFFF)])
+    assert same(loaded(stored(value)), value)
+
+
 def test_enums_and_ints_of_other_classes_are_stored_by_value():
     value = {"a": Color.RED, "b": Level.HIGH, Color.NAME: Sized(5), "big": Sized(2**70)}
     assert same(loaded(stored(value)), {"a": 1, "b": 3, "red": 5, "big": 2**70})
@@ -203,7 +210,13 @@ def test_enums_and_ints_of_other_classes_are_stored_by_value():
 
 @pytest.mark.parametrize(
     "value",
-    [{Color.RED: 0, True: 1}, {Color.NAME: 0, "red": 1}, {Color.RED, 1}, {(Color.RED,), (1,)}],
+    [
+        {Color.RED: 0, True: 1},
+        {Color.NAME: 0, "red": 1},
+        {Color.RED, 1},
+        {(Color.RED,), (1,)},
+        {Color.RED, Sized(1)},
+    ],
 )
 def test_keys_that_would_be_stored_alike_are_refused(value):
     with pytest.raises(SaveError, match=r"state has two (keys|members) that would be stored alike"):
@@ -404,7 +417,16 @@ HOSTILE = [
     (tag("datetime", ["2024-01-01T00:00:00", 0, 86_400_000_000]), "to 86399999999 is missing"),
     (tag("date", "20240101"), "a date is not written as"),
     (tag("time", ["25:00:00", 0, None]), "a time is not written as"),
+    (tag("datetime", ["2024-01-01T00:00:00", -1, None]), "a whole number from 0 to 1"),
+    (tag("datetime", ["2024-01-01T00:00:00", 0, -86_400_000_000]), "from -86399999999 to"),
+    (tag("time", ["01:00:00", 2, None]), "a whole number from 0 to 1"),
+    (tag("time", ["01:00:00", 0]), "a list of 3 must not have 2 items"),
     (tag("timedelta", [10**10, 0, 0]), "a whole number from -999999999 to 999999999"),
+    (tag("timedelta", [-(10**9), 0, 0]), "a whole number from -999999999 to 999999999"),
+    (tag("timedelta", [0, 86_400, 0]), "a whole number from 0 to 86399"),
+    (tag("timedelta", [0, -1, 0]), "a whole number from 0 to 86399"),
+    (tag("timedelta", [0, 0, 1_000_000]), "a whole number from 0 to 999999"),
+    (tag("timedelta", [0, 0, -1]), "a whole number from 0 to 999999"),
     (tag("torch.dtype", "float32.__class__"), "a torch dtype is not written as one"),
     (tag("torch.device", "cuda:01"), "a torch device is not written as one"),
     (tag("torch.Size", [1.5]), "a whole number from"),

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
-from holdfast.precision._blocks import Scratch, Span, Tensors, blocks_of, cut, flat, laid_as
+from holdfast.precision._blocks import Scratch, Span, Tensors, blocks_of, cut, flat, laid_as, part
 from holdfast.precision._gradients import Gradient, Measured, measured
 from holdfast.precision._kernels import Held, Kernel, Kind, has_hooks
 from holdfast.precision._masters import Pair, local_of
@@ -129,9 +129,9 @@ class BlockedStep:
         if not block.remainders:
             return block.masters
         found = self._masters.take(block.spans, block.masters[0].device)
-        for part, upper, remainder in zip(found, block.masters, block.remainders, strict=True):
+        for into, upper, remainder in zip(found, block.masters, block.remainders, strict=True):
             # A master's place in the groups is that of the weight, whose bits are its upper ones.
-            join_into(part, upper, remainder)
+            join_into(into, upper, remainder)
         return found
 
     def _layout(self, place: Key, gradients: Sequence[Gradient], *, whole: bool) -> _Layout:
@@ -159,7 +159,7 @@ def _laid_out(pairs: Sequence[Pair], held: Sequence[Held], *, whole: bool) -> _L
     masters = [flat(local_of(pair.master.detach())) for pair in pairs]
     sizes = tuple(master.numel() for master in masters)
     blocks = blocks_of(sizes, max(1, sum(sizes))) if whole else blocks_of(sizes)
-    weights = [_weight(pair) for pair in pairs]
+    weights = [flat_weight(pair) for pair in pairs]
     return _Layout(
         blocks=[_block(spans, pairs, masters, held, weights) for spans in blocks],
         steps=[each.step for each in held if each.step is not None],
@@ -176,8 +176,8 @@ def _block(
     held: Sequence[Held],
     weights: Sequence[torch.Tensor | None],
 ) -> _Block:
-    own = [_part(masters[span.item], span) for span in spans]
-    into = [None if (w := weights[span.item]) is None else _part(w, span) for span in spans]
+    own = [part(masters[span.item], span) for span in spans]
+    into = [None if (w := weights[span.item]) is None else part(w, span) for span in spans]
     left = [pairs[span.item].remainder for span in spans]
     return _Block(
         spans=spans,
@@ -185,22 +185,18 @@ def _block(
         held=[_held(held[span.item], span) for span in spans],
         cast=[part for part, weight in zip(own, into, strict=True) if weight is not None],
         weights=[weight for weight in into if weight is not None],
-        remainders=[_part(flat(e), s) for e, s in zip(left, spans, strict=True) if e is not None],
+        remainders=[part(flat(e), s) for e, s in zip(left, spans, strict=True) if e is not None],
     )
 
 
 def _held(held: Held, span: Span) -> Held:
-    parts = tuple(_part(flat(each), span) for each in held.buffers)
+    parts = tuple(part(flat(each), span) for each in held.buffers)
     return Held(buffers=parts, step=held.step, is_first=held.is_first)
 
 
-def _weight(pair: Pair) -> torch.Tensor | None:
+def flat_weight(pair: Pair) -> torch.Tensor | None:
     """The weight, flat, if it is to be written and lies in memory as its master does."""
     if not pair.is_split and pair.remainder is None:
         return None
     weight = pair.weight.detach()
     return flat(weight) if weight.stride() == pair.master.stride() else None
-
-
-def _part(tensor: torch.Tensor, span: Span) -> torch.Tensor:
-    return tensor[span.start : span.stop]

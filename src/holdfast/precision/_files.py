@@ -132,9 +132,12 @@ def _place(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         return open_storage(folder), name
     try:
         file = Path(os.path.realpath(Path(text).expanduser()))
-    except RuntimeError as error:  # pathlib's word for a home that nobody has
+        is_none = file.is_symlink() or (file.exists() and not file.is_file() and not file.is_dir())
+    except (RuntimeError, ValueError) as error:  # a home that nobody has; what is no name at all
         raise ValueError(f"path must be the path of a file, not {given!r}: {error}") from error
-    if file.is_symlink() or (file.exists() and not file.is_file() and not file.is_dir()):
+    except OSError as error:
+        raise StorageError(f"no file can be there: {error.strerror}", path=text) from error
+    if is_none:
         # To take its place, as that of a file, would be the end of /dev/null for everybody.
         raise StorageError("this is a device, a pipe or a link to itself, and no file", path=text)
     return open_storage(file.parent), file.name

@@ -67,9 +67,11 @@ def are_fused(groups: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def has_hooks(inner: Optimizer) -> bool:
-    """Whether it has hooks of its own, which are called by its own ``step()``."""
+    """Whether its own ``step()`` does something besides: calls hooks of its own, or was replaced by
+    something else than a scheduler, which only counts."""
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)  # noqa: SLF001
-    return any(hooks)
+    own = vars(inner).get("step")
+    return any(hooks) or not (own is None or hasattr(own, "_wrapped_by_lr_sched"))
 
 
 def _hold_adam(inner: Optimizer, group: dict[str, Any], pair: Pair) -> Held:

@@ -30,8 +30,8 @@ class Pair:
     """A parameter of the model and where its master is.
 
     ``master`` is in the optimizer's groups, at ``place``: the weight itself if it is not split or
-    has a ``remainder``. ``stays``: its dtype is never changed. ``written``: what the weight looked
-    like when it was last made of its master.
+    has a ``remainder``. ``stays``: its dtype is never changed. ``written`` and ``made_of``: what
+    the weight and its master looked like when the one was last made of the other.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Pair:
     master: torch.Tensor
     remainder: torch.Tensor | None = None
     written: tuple[int, int] = (0, 0)
+    made_of: int = 0
 
     @property
     def is_split(self) -> bool:
@@ -85,6 +86,7 @@ class Pair:
     def note(self) -> None:
         """The weight was made of the master just now."""
         self.written = self._now()
+        self.made_of = self.master._version  # noqa: SLF001 -- nothing public tells
 
     @property
     def is_changed(self) -> bool:
@@ -92,10 +94,26 @@ class Pair:
         is_apart = self.is_split or self.remainder is not None
         return is_apart and self.written != self._now()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether something else has written to the master since, and not to the weight."""
+        return self.is_split and not self.is_changed and self.made_of != self.master._version  # noqa: SLF001
+
+    @property
+    def training(self) -> torch.Tensor:
+        """The weight, or what it becomes at the next step if it is behind."""
+        weight = self.weight.detach()
+        return self.master.detach().to(weight.dtype) if self.is_behind else weight
+
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def follow(self) -> None:
-        """Have the master take what something else has written to the weight. Where the weight is
-        still the master, rounded, that keeps its bits."""
+        """Have the one take what something else has written to the other. Where a weight that was
+        written to is still its master, rounded, that keeps its bits."""
+        if self.is_behind:
+            self.cast()
+            return
+        if not self.is_changed:
+            return
         if self.remainder is not None:
             self.remainder.copy_(self._kept())
         else:
@@ -166,7 +184,8 @@ class Masters:
             if pair.is_split or pair.remainder is not None or pair.weight.dtype not in FLOATS:
                 continue
             wanted, weight = self.wanted(pair), pair.weight
-            source = weight.detach().float()  # the same memory, if it is FP32
+            # The same memory, if it is FP32, but of the master torch counts writes by themselves.
+            source = weight.data.float()
             if wanted is not torch.float32 and not is_dense(source):
                 source = source.contiguous()  # torch's fused kernels would step the gaps
             state = self._inner.state.pop(weight, None)

@@ -139,8 +139,7 @@ class MixedPrecisionOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any 
         gradients = gradients_of(self.masters, self.unscaling.gradient)
         self.before_change()
         for pair in self.masters:
-            if pair.is_changed:
-                pair.follow()
+            pair.follow()
         if not self._has_shared:  # a model is wrapped after the optimizer was made
             share_masters(self.masters.pairs)
         self._has_shared = True

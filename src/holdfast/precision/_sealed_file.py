@@ -85,7 +85,11 @@ def write_sealed(
     sources: list[Source] = [*leaves.sources]
     for entry, data in zip(entries[-2:], (values, digest(layout.header)), strict=True):
         sources.append(_BytesSource(entry=entry, data=data))
-    write_shard(storage, key, sources, metadata=metadata)
+    try:
+        write_shard(storage, key, sources, metadata=metadata)
+    except _NotFiniteError:
+        names = ", ".join(each.entry.name for each in leaves.checked if not each.is_finite())
+        raise SaveError(f"not finite: {names}; nothing was saved") from None
 
 
 def read_sealed(storage: Storage, key: str, *, kind: str, newest: int) -> tuple[int, Any]:
@@ -166,6 +170,7 @@ class _Leaves:
     def __init__(self, finite: str) -> None:
         self._finite = finite
         self.sources: list[Source] = []
+        self.checked: list[_FiniteSource] = []
         self._taken = {_VALUES, _SEAL}
         self._seen: dict[tuple[Any, ...], str] = {}
 
@@ -191,8 +196,11 @@ class _Leaves:
         name = self._free(place.encode("utf-8", "backslashreplace").decode()[:_NAME_CHARS])
         entry = ShardEntry(name=name, dtype=dtype.code, shape=tuple(tensor.shape))
         source = TensorSource(entry=entry, tensor=memory)
-        is_checked = path[:1] == (self._finite,) and dtype.code in _FLOATS
-        self.sources.append(_FiniteSource(entry=entry, source=source) if is_checked else source)
+        if path[:1] == (self._finite,) and dtype.code in _FLOATS:
+            self.checked.append(_FiniteSource(entry=entry, source=source))
+            self.sources.append(self.checked[-1])
+        else:
+            self.sources.append(source)
         return name
 
     def _free(self, name: str) -> str:
@@ -203,6 +211,10 @@ class _Leaves:
         return free
 
 
+class _NotFiniteError(Exception):
+    """Some number is not finite; nothing is to be written."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FiniteSource:
     """Looks at the numbers while they are in the cache, where it costs next to nothing."""
@@ -211,14 +223,18 @@ class _FiniteSource:
     source: TensorSource
 
     def chunks(self) -> Iterator[memoryview]:
-        dtype = numpy_dtype(self.entry.dtype)
         for chunk in self.source.chunks():
-            numbers = np.frombuffer(chunk, dtype)
-            with np.errstate(all="ignore"):  # a sum is not finite if anything in it is not
-                is_finite = np.isfinite(numbers.sum()) or np.isfinite(numbers).all()
-            if not is_finite:
-                raise SaveError(f"{self.entry.name} is not finite; nothing was saved")
+            if not self._are_finite(chunk):
+                raise _NotFiniteError
             yield chunk
+
+    def is_finite(self) -> bool:
+        return all(map(self._are_finite, self.source.chunks()))
+
+    def _are_finite(self, chunk: memoryview) -> bool:
+        numbers = np.frombuffer(chunk, numpy_dtype(self.entry.dtype))
+        with np.errstate(all="ignore"):  # a sum is not finite if anything in it is not
+            return bool(np.isfinite(numbers.sum()) or np.isfinite(numbers).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ def tree_of(optimizer: "MixedPrecisionOptimizer", *, live: bool = False) -> Stat
         version=SCHEMA,
         options=optimizer.options,
         masters={p.name: _master(p, live=live).detach() for p in optimizer.masters},
-        training={pair.name: pair.weight.detach() for pair in optimizer.masters},
+        training={pair.name: pair.training for pair in optimizer.masters},
         inner={"class": type(inner).__name__, "state": state, "groups": groups},
         scaler=optimizer.scaler.state,
         step_count=optimizer.step_count,
