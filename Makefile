@@ -40,8 +40,9 @@ site: .venv/docs-ready
 bench: setup
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
+# Goes on where it was broken off. For less time: make proof MINUTES=10
 proof: setup
-	$(BIN)/python -m pytest -m proof
+	$(BIN)/python proof/run.py --minutes $(or $(MINUTES),120)
 
 # How much of the core the quick tests run, in branches; and how many of 500 small wrong changes to it
 # they notice. Both go on where they were broken off.

@@ -15,8 +15,8 @@ from typing import Any
 from sybil import Document, Region, Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
-# Shells start what is in the background with Ctrl-C ignored, and so would be the programs that tests
-# interrupt. A handler of our own is not inherited.
+# Shells start what is in the background with Ctrl-C ignored, and so would be the programs that
+# tests interrupt. A handler of our own is not inherited.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

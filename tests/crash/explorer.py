@@ -5,6 +5,8 @@ The model is weaker than every Linux filesystem we know, so what survives it sur
 - An fsync of a file keeps its bytes and its size, but no name of it.
 - Bytes written since then are kept in any subset of 512-byte blocks, also of one write; a block
   that was not kept is as before, or zeros. The size is any that the file had since then.
+- A file that was truncated to nothing is as it may have been before, or has nothing that was
+  written before.
 - An fsync of a folder keeps its entries, but neither the folder's own name nor what they lead to.
 - Of the entries changed since then each name is, independently, at any point of its own history.
   Only a rename never takes the old name away before the new one is there.
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from recorder import Op, RecordingSystem
+from recorder import Op, Recorded
 
 BLOCK_BYTES = 512
 
@@ -27,13 +29,16 @@ Image = Mapping[str, bytes]
 class _File:
     synced: bytes = b""
     size: int = 0
-    pending: list[Op] = field(default_factory=list)
     kept: list[tuple[int, bytes]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    emptied: "list[_File]" = field(default_factory=list)
+    """As it was before each time that it was truncated to nothing."""
 
     def change(self, op: Op) -> None:
-        self.pending.append(op)
-        if op.kind == "size":
+        if op.kind == "size" and op.offset == 0 and self.size:
+            self.emptied.append(_File(synced=self.synced, kept=self.kept, sizes=self.sizes))
+            self.synced, self.size, self.kept, self.sizes = b"", 0, [], []
+        elif op.kind == "size":
             self.size = op.offset
         else:
             self.size = max(self.size, op.offset + len(op.data))
@@ -45,13 +50,17 @@ class _File:
 
     def sync(self) -> None:
         self.synced = self.content((1 << len(self.kept)) - 1, self.size)
-        self.pending, self.kept, self.sizes = [], [], [self.size]
+        self.kept, self.sizes, self.emptied = [], [self.size], []
 
     @property
     def states(self) -> int:
-        return len(self.sizes) << len(self.kept)
+        return (len(self.sizes) << len(self.kept)) + sum(file.states for file in self.emptied)
 
     def state(self, index: int) -> bytes:
+        for file in self.emptied:
+            if index < file.states:
+                return file.state(index)
+            index -= file.states
         return self.content(index // len(self.sizes), self.sizes[index % len(self.sizes)])
 
     def content(self, mask: int, size: int) -> bytes:
@@ -91,7 +100,7 @@ class _Name:
 class Disk:
     """The disk as the log leaves it, and everything it may be after a crash."""
 
-    def __init__(self, recorded: RecordingSystem) -> None:
+    def __init__(self, recorded: Recorded) -> None:
         self.base = recorded.base
         self.files = {
             node: _File(synced=data, size=len(data), sizes=[len(data)])
@@ -138,7 +147,7 @@ class Disk:
 
         With ``ordered`` a folder keeps a prefix of what was done in it, as journals do.
         """
-        torn = [file for file in self.files.values() if file.kept or len(file.sizes) > 1]
+        torn = [file for file in self.files.values() if file.states > 1]
         folders = [
             (folder, numbers)
             for folder, names in self.folders.items()

@@ -5,6 +5,7 @@ import stat
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from holdfast.storage._system import System
 
@@ -25,6 +26,15 @@ class Op:
     data: bytes = b""
     new: str = ""
     value: object = None
+
+
+class Recorded(Protocol):
+    """What was there, by node, and what was done to it since."""
+
+    base: int
+    found_files: dict[int, bytes]
+    found_entries: dict[int, dict[str, int]]
+    log: list[Op]
 
 
 class Killed(BaseException):

@@ -5,107 +5,32 @@ each the disk is crashed as well, with the syncs that failed not counted: so a s
 on one shows.
 """
 
-import contextlib
 import errno
 import logging
 import os
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from itertools import count
 from pathlib import Path
 
 import pytest
-from campaign import MEMORY, ROOT, observe, read_value, state_of
-from explorer import Disk
+from campaign import MEMORY, ROOT, observe
 from failing import AFTER, BEFORE, FROM_THEN_ON, NOTHING, SHORT, FailingSystem
-from recovered import Recovered, visible
+from injections import ACTS, EXISTING, Injections, create, hidden, prepare, save
 
 from holdfast.catalog import Catalog
 from holdfast.errors import CheckpointError, NoSpaceError
 from holdfast.storage import LocalStorage
 from holdfast.storage._system import System
 
-EXISTING = {
-    "checkpoint old": "value 1",
-    "checkpoint other": "value 2",
-    "object plain/a": b"a" * 700,
-}
-
-BIG = os.urandom(1024) * (9 * 1024)
-
-
-def _save(storage):
-    Catalog(storage).write("new", state_of(3))
-
-
-def _overwrite(storage):
-    Catalog(storage).write("old", state_of(3), overwrite=True)
-
-
-def _delete(storage):
-    Catalog(storage).delete("old")
-
-
-def _gc(storage):
-    Catalog(storage).gc()
-
-
-def _create(storage):
-    storage.create("plain/b/c", b"b" * 700)
-
-
-def _replace(storage):
-    storage.replace("plain/a", b"b" * 600, storage.stat("plain/a").version)
-
-
-def _write(storage):
-    with storage.open_writer("plain/b/c", size_bytes=900) as writer:
-        writer.write_at(0, b"b" * 900)
-        writer.finish()
-
-
-def _write_large(storage):
-    with storage.open_writer("plain/b/c") as writer:
-        writer.write_at(0, BIG)
-        writer.finish()
-
-
-def _remove(storage):
-    storage.delete("plain/a")
-
-
-def _read(storage):
-    assert Catalog(storage).read("old")["step"] == 1
-    assert storage.read("plain/a") == b"a" * 700
-    assert [info.key for info in storage.list("plain/")] == ["plain/a"]
-
-
-ACTS = {
-    "save": (_save, {"checkpoint new": "value 3"}),
-    "overwrite": (_overwrite, {"checkpoint old": "value 3"}),
-    "delete": (_delete, {"checkpoint old": None}),
-    "gc": (_gc, {}),
-    "create": (_create, {"object plain/b/c": b"b" * 700}),
-    "replace": (_replace, {"object plain/a": b"b" * 600}),
-    "write": (_write, {"object plain/b/c": b"b" * 900}),
-    "write large": (_write_large, {"object plain/b/c": BIG}),
-    "remove": (_remove, {"object plain/a": None}),
-    "read": (_read, {}),
-}
-
 
 @pytest.fixture(scope="module")
 def prepared():
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         before = Path(folder) / "before"
-        storage = LocalStorage(before / ROOT)
-        Catalog(storage).write("old", state_of(1))
-        Catalog(storage).write("other", state_of(2))
-        storage.create("plain/a", b"a" * 700)
+        prepare(before)
         yield before
 
 
@@ -114,99 +39,38 @@ def quiet(caplog):
     caplog.set_level(logging.CRITICAL, "holdfast")
 
 
-class Campaign:
-    """Injections into one act, until none fires."""
-
-    def __init__(self, prepared: Path, act: str) -> None:
-        self._prepared = prepared
-        self._act, self._change = ACTS[act]
-        self._rng = random.Random(act)
-        self._values = {}
-        self._fds = _fds()
-        self.injections = 0
-        self.successes = 0
-
-    def fail_all(self, how: str, code: int = errno.EIO) -> "Campaign":
-        for nth in count(1):
-            base = self._prepared.parent / "now"
-            shutil.copytree(self._prepared, base)
-            try:
-                system = FailingSystem(base, nth, code, how)
-                self._fail(system, base, f"{how} call {nth}, {errno.errorcode[code]}")
-            finally:
-                shutil.rmtree(base)
-            if not system.failed:
-                return self
-            self.injections += 1
-        raise AssertionError("unreachable")
-
-    def _fail(self, system: FailingSystem, base: Path, where: str) -> None:
-        try:
-            self._act(LocalStorage(base / ROOT, system=system))
-        except CheckpointError as error:
-            where = f"{where} ({', '.join(system.failed)}) raised {error!r}"
-            assert system.failed, where
-            allowed = {key: {EXISTING.get(key), new} for key, new in self._change.items()}
-            if system._how in {BEFORE, SHORT, NOTHING} and system.failed != ["unlink"]:
-                assert _hidden(base) == [], where
-        else:
-            where = f"{where} ({', '.join(system.failed)}) succeeded"
-            self.successes += 1
-            allowed = {key: {new} for key, new in self._change.items()}
-            assert system._how != NOTHING or not system.failed, where
-        assert not set(system.synced_again) & system.files.keys(), where
-        assert _fds() == self._fds, where
-        assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")], where
-        self._check(observe(LocalStorage(base / ROOT)), allowed, where)
-        disk = Disk(system)
-        for op in system.log:
-            disk.apply(op)
-        for image in disk.images(self._rng, 16):
-            found = observe(Recovered(visible(image, ROOT)), self._read)
-            self._check(found, allowed, f"{where}, then a crash")
-
-    def _check(self, found, allowed, where) -> None:
-        for subject in EXISTING.keys() | allowed.keys() | found.keys():
-            value = found.get(subject)
-            wanted = allowed.get(subject, {EXISTING.get(subject)})
-            assert value in wanted, f"{where}: {subject} is {str(value)[:200]}"
-
-    def _read(self, storage: Recovered, prefix: str) -> str:
-        own = [item for item in storage.objects.items() if item[0].startswith(f"{prefix}/")]
-        key = frozenset(own)
-        if key not in self._values:
-            self._values[key] = read_value(storage, prefix)
-        return self._values[key]
-
-
 @pytest.mark.parametrize("act", ACTS)
 def test_a_call_that_fails_loses_nothing(prepared, act):
-    campaign = Campaign(prepared, act).fail_all(BEFORE).fail_all(AFTER)
-    assert campaign.injections >= 8
+    done = Injections(prepared, act).fail_all(BEFORE).fail_all(AFTER)
+    assert done.violations == []
+    assert done.injections >= 8
 
 
 @pytest.mark.parametrize("act", ["save", "replace", "write", "remove"])
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EDQUOT])
 def test_neither_does_one_that_may_pass_or_a_full_disk(prepared, act, code):
-    Campaign(prepared, act).fail_all(BEFORE, code)
+    assert Injections(prepared, act).fail_all(BEFORE, code).violations == []
 
 
 @pytest.mark.parametrize("act", ["overwrite", "write large"])
 def test_a_disk_that_dies_for_good_loses_nothing(prepared, act):
-    campaign = Campaign(prepared, act).fail_all(FROM_THEN_ON)
-    assert campaign.injections > 10
+    done = Injections(prepared, act).fail_all(FROM_THEN_ON)
+    assert done.violations == []
+    assert done.injections > 10
 
 
 @pytest.mark.parametrize("act", ACTS.keys() - {"delete", "gc", "remove"})
 def test_short_reads_and_writes_are_followed_by_the_rest(prepared, act):
-    campaign = Campaign(prepared, act).fail_all(SHORT)
-    assert campaign.successes == campaign.injections + 1 > 1
+    done = Injections(prepared, act).fail_all(SHORT)
+    assert done.violations == []
+    assert done.successes == done.injections + 1 > 1
 
 
 @pytest.mark.parametrize("act", ["create", "replace", "write", "write large", "read"])
 def test_no_progress_is_an_error_and_no_endless_loop(prepared, act):
-    campaign = Campaign(prepared, act).fail_all(NOTHING)
-    assert campaign.successes == 1 <= campaign.injections
+    done = Injections(prepared, act).fail_all(NOTHING)
+    assert done.violations == []
+    assert done.successes == 1 <= done.injections
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -215,7 +79,7 @@ def test_a_full_disk_or_quota_is_told_as_such(prepared, tmp_path, code, nth):
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     system = FailingSystem(tmp_path, nth, code)
     with pytest.raises(NoSpaceError) as caught:
-        _create(LocalStorage(tmp_path / ROOT, system=system))
+        create(LocalStorage(tmp_path / ROOT, system=system))
     assert caught.value.path == "plain/b/c"
     assert "make room" in caught.value.message
 
@@ -263,7 +127,7 @@ def test_a_lost_answer_is_not_taken_for_a_failure(prepared, tmp_path, act):
     do(LocalStorage(tmp_path / ROOT, system=_LosingAnswers()))
     expected = {subject: value for subject, value in (EXISTING | change).items() if value}
     assert observe(LocalStorage(tmp_path / ROOT)) == expected
-    assert _hidden(tmp_path) == []
+    assert hidden(tmp_path) == []
 
 
 class _WithABadSector(FailingSystem):
@@ -284,7 +148,7 @@ def test_a_save_is_the_newest_also_if_the_newest_before_cannot_be_read(prepared,
     root = tmp_path / ROOT
     system = _WithABadSector(tmp_path, root / "other" / "metadata.json")
     try:
-        _save(LocalStorage(root, system=system))
+        save(LocalStorage(root, system=system))
     except CheckpointError:
         return
     assert Catalog(root).list()[0].prefix == "new"
@@ -303,7 +167,9 @@ def test_ten_thousand_failing_calls_lose_nothing(prepared):
     for act in ACTS:
         for how in (BEFORE, AFTER, FROM_THEN_ON):
             for code in codes:
-                injections += Campaign(prepared, act).fail_all(how, code).injections
+                done = Injections(prepared, act).fail_all(how, code)
+                assert done.violations == []
+                injections += done.injections
     print(f"{injections} injections, 0 false successes")  # noqa: T201
     assert injections >= 10_000
 
@@ -340,16 +206,3 @@ def _error_of(act, storage) -> CheckpointError | None:
     except CheckpointError as error:
         return error
     return None
-
-
-def _fds() -> int:
-    """How many files and folders are open. Sockets are other tests', and close when they like."""
-    found = 0
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # one of another thread's, closed meanwhile
-            found += str(path.readlink()).startswith("/")
-    return found
-
-
-def _hidden(base: Path) -> list[str]:
-    return [str(path) for path in base.rglob(".holdfast-*")]

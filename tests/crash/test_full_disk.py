@@ -1,18 +1,16 @@
 """Disks that are full, for real, and disks whose power is cut, for real."""
 
 import os
-import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 from campaign import observe, state_of
+from cutting import cut_again_and_again
 from mounts import Ext4, cut_power, small_memory
 
 from holdfast.catalog import Catalog
-from holdfast.errors import CheckpointError, NoSpaceError
+from holdfast.errors import NoSpaceError
 from holdfast.storage import LocalStorage
-from holdfast.storage._system import System
 
 MIB = 1024 * 1024
 
@@ -129,103 +127,14 @@ def test_a_disk_without_free_inodes_is_full(tmp_path):
         assert observe(catalog.storage) == {"checkpoint step_1": "value 1"}
 
 
-class CutSystem(System):
-    """Cuts the power before one of the calls that change the disk. What the process does after
-    that fails, as nothing a dead machine does reaches a disk."""
-
-    def __init__(self, path: Path, call: int) -> None:
-        self._path = path
-        self._left = call
-
-    def _tick(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            cut_power(self._path)
-
-    def create_file(self, name, folder, *, direct=False):
-        self._tick()
-        return super().create_file(name, folder, direct=direct)
-
-    def write(self, fd, data, offset):
-        self._tick()
-        return super().write(fd, data, offset)
-
-    def sync(self, fd):
-        self._tick()
-        super().sync(fd)
-
-    def rename(self, old, new, folder):
-        self._tick()
-        super().rename(old, new, folder)
-
-    def link(self, old, new, folder):
-        self._tick()
-        super().link(old, new, folder)
-
-    def unlink(self, name, folder):
-        self._tick()
-        super().unlink(name, folder)
-
-
-CALLS_OF_A_SAVE = 40
 CUTS_OF_A_DISK = 200
 
 
-def _cut_again_and_again(tmp_path: Path, cuts: int, seed: int) -> tuple[int, int]:
-    """Every save, overwrite, delete and gc ends with a cut: during it, or just after. Returns how
-    many were promised something, and how many were not."""
-    rng = random.Random(seed)
-    promised = broken = 0
-    disk = Ext4(tmp_path, 512 * MIB)
-    allowed: dict[str, set[object]] = {}
-    for cut in range(cuts):
-        options = f"loop,data={rng.choice(['ordered', 'writeback', 'journal'])}"
-        with disk.mounted(options) as path:
-            allowed = _settled(observe(LocalStorage(path / "runs")), allowed)
-            system = CutSystem(path, rng.randrange(1, CALLS_OF_A_SAVE))
-            catalog = Catalog(LocalStorage(path / "runs", system=system))
-            try:
-                subject, value = _act(catalog, cut, rng, allowed)
-            except CheckpointError:
-                broken += 1
-            else:
-                promised += 1
-                allowed[subject] = {value}
-            cut_power(path)
-    with disk.mounted() as path:
-        _settled(observe(LocalStorage(path / "runs")), allowed)
-    return promised, broken
-
-
-def _settled(found: dict[str, object], allowed: dict[str, set[object]]) -> dict[str, set[object]]:
-    for subject in found.keys() | allowed.keys():
-        assert found.get(subject) in allowed.get(subject, {None}), subject
-    return {subject: {value} for subject, value in found.items()}
-
-
-def _act(
-    catalog: Catalog, cut: int, rng: random.Random, allowed: dict[str, set[object]]
-) -> tuple[str, object]:
-    """Do something, having said what may be found if it is cut short."""
-    act = rng.choice(["save", "save", "overwrite", "delete", "delete", "gc"]) if allowed else "save"
-    if act == "gc":
-        catalog.gc()
-        return "checkpoint none", None
-    subject = f"checkpoint step_{cut}" if act == "save" else rng.choice([*allowed])
-    value = None if act == "delete" else f"value {cut}"
-    allowed.setdefault(subject, {None}).add(value)
-    if value is None:
-        catalog.delete(subject.split()[1])
-    else:
-        elements = rng.choice([2000, 2000, 700_000])
-        catalog.write(subject.split()[1], state_of(cut, elements), overwrite=act != "save")
-    return subject, value
-
-
 def test_power_cuts_leave_the_old_or_the_new_and_all_that_was_promised(tmp_path):
-    promised, broken = _cut_again_and_again(tmp_path, cuts=60, seed=1)
-    assert promised > 5
-    assert broken > 5
+    cuts = cut_again_and_again(tmp_path, cuts=60, seed=1)
+    assert cuts.violations == []
+    assert cuts.promised > 5
+    assert cuts.broken > 5
 
 
 @pytest.mark.proof
@@ -235,8 +144,9 @@ def test_so_do_thousands(tmp_path):
     seed = int(os.environ.get("HOLDFAST_CRASH_SEED", "2"))
     promised = broken = 0
     for first in range(0, cuts, CUTS_OF_A_DISK):
-        counts = _cut_again_and_again(tmp_path, min(CUTS_OF_A_DISK, cuts - first), seed + first)
-        promised, broken = promised + counts[0], broken + counts[1]
+        some = cut_again_and_again(tmp_path, min(CUTS_OF_A_DISK, cuts - first), seed + first)
+        assert some.violations == []
+        promised, broken = promised + some.promised, broken + some.broken
     print(f"seed {seed}: {cuts} power cuts, {broken} of them in the act, {promised} promises kept")  # noqa: T201
 
 

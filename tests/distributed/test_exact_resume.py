@@ -137,20 +137,24 @@ def shown(fell):
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
-def test_a_training_that_is_killed_while_it_saves_goes_on_bit_for_bit(tmp_path, kind, ranks):
+def test_a_training_that_is_killed_while_it_saves_goes_on_bit_for_bit(
+    tmp_path, kind, ranks, record_property
+):
     fell = kill_again_and_again(tmp_path, kind, ranks, seed=ranks)
     in_flight = fell.total() - fell["saved"] - fell["none"]
     assert fell.total() == KILLS
     assert in_flight >= KILLS / 2, f"too few of the kills fell into a save: {shown(fell)}"
+    record_property("cases", KILLS)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [pytest.param(seed, id=f"seed-{seed}") for seed in range(20)])
-def test_so_it_does_however_often(tmp_path, seed):
+def test_so_it_does_however_often(tmp_path, seed, record_property):
     fell = Counter()
     for kind, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3)):
         folder = tmp_path / f"{kind}-{ranks}"
         folder.mkdir()
         fell += kill_again_and_again(folder, kind, ranks, seed=100 + seed)
+    record_property("cases", fell.total())
     assert min(fell["begin"], fell["write"], fell["commit"]) > 0, shown(fell)

@@ -1,0 +1,141 @@
+"""The campaigns of ``proof/`` in short, on holdfast and on savers that are broken on purpose. A
+program: prints what each came to, as JSON. Not in the tests' own process, whose threads a fork
+would lose.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from _campaign import Outcome
+from _subjects import LATEST, Subject, Wrong, subject
+from crash_states import explore_from_outside, unlike_what_the_kernel_saw
+from failing_calls import fail_from_outside
+from kills import end_savers
+from power_cuts import cut_saves
+from power_cuts import unavailable as no_power_cuts
+
+SIZE_BYTES = 6000
+
+
+class Careful(Subject):
+    """One file, written aside, synced, renamed, and the name synced: right, as it must be found."""
+
+    name = "careful"
+    module = "os"
+
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
+        aside = folder / f".{name}-{os.getpid()}"
+        with aside.open("wb", buffering=0) as file:
+            self.write(file.fileno(), value)
+            os.fsync(file.fileno())
+        aside.rename(folder / name)
+        self.sync(folder)
+
+    def write(self, fd: int, value: int) -> None:
+        left = self.data(value)
+        while left:
+            left = left[os.write(fd, left[:1000]) :]
+
+    def sync(self, folder: Path) -> None:
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def data(self, value: int) -> bytes:
+        return b"%010d" % value * (SIZE_BYTES // 10)
+
+    def load(self, folder: Path, name: str = LATEST) -> int:
+        data = (folder / name).read_bytes()
+        if not data:
+            raise ValueError("empty")
+        value = int(data[:10].strip(b"\0") or b"0")
+        if data != self.data(value):
+            raise Wrong(f"{len(data)} bytes of several values")
+        return value
+
+
+class Unsynced(Careful):
+    """Renames what may not be on the disk yet."""
+
+    name = "unsynced"
+
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
+        aside = folder / f".{name}-{os.getpid()}"
+        aside.write_bytes(self.data(value))
+        aside.rename(folder / name)
+
+
+class InPlace(Careful):
+    """Syncs all it does, and writes over what was there, slowly enough to be caught at it."""
+
+    name = "in place"
+
+    def write(self, fd: int, value: int) -> None:
+        data = self.data(value)
+        for start in range(0, len(data), 1000):
+            os.write(fd, data[start : start + 1000])
+            time.sleep(0.003)
+
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
+        with (folder / name).open("wb", buffering=0) as file:
+            self.write(file.fileno(), value)
+            os.fsync(file.fileno())
+        self.sync(folder)
+
+
+class Swallowing(Careful):
+    """Takes an error for the end of the matter."""
+
+    name = "swallowing"
+
+    def write(self, fd: int, value: int) -> None:
+        try:
+            super().write(fd, value)
+        except OSError:
+            return
+
+
+CALLS = ("write", "pwrite64", "fsync", "renameat")
+SHORT: dict[str, Callable[[Subject], Outcome]] = {
+    "crash states": lambda saver: explore_from_outside(saver, 1, 100),
+    "kills": lambda saver: end_savers(saver, 1, 10),
+    "failing calls": lambda saver: fail_from_outside(saver, "EDQUOT", 1, calls=CALLS, limits=3),
+    "power cuts": lambda saver: cut_saves(saver, 1, 6),
+}
+
+
+def main() -> None:
+    results: dict[str, dict[str, object]] = {}
+
+    def note(campaign: str, saver: Subject, outcome: Outcome) -> None:
+        results[f"{campaign}: {saver.name}"] = {
+            "cases": outcome.cases,
+            "violated": outcome.violated,
+            "violations": outcome.violations,
+        }
+
+    no_cuts = no_power_cuts("holdfast")
+    for saver, campaigns in (
+        (Careful(), ("crash states", "kills", "failing calls", "power cuts")),
+        (Unsynced(), ("crash states", "power cuts")),
+        (InPlace(), ("crash states", "kills")),
+        (Swallowing(), ("failing calls",)),
+        # The last, for a fork is slower once torch is there.
+        (subject("holdfast"), ("crash states", "kills", "failing calls", "power cuts")),
+    ):
+        for campaign in campaigns:
+            if campaign != "power cuts" or no_cuts is None:
+                note(campaign, saver, SHORT[campaign](saver))
+    difference = unlike_what_the_kernel_saw(1)
+    results["unseen calls"] = {"violations": [difference] if difference else []}
+    json.dump({"no power cuts": no_cuts, "results": results}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

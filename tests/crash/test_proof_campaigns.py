@@ -1,0 +1,73 @@
+"""The campaigns of ``make proof`` in short: holdfast keeps its promises, and so does a saver that
+is right; those that are broken on purpose are found out, each by the campaign made for it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from traced import unavailable
+
+pytestmark = pytest.mark.timeout(300)  # one of them waits for all, beside whatever else runs
+
+HERE = Path(__file__).parent
+PROOF = HERE.parents[1] / "proof"
+
+
+@pytest.fixture(scope="module")
+def told():
+    """All in one process: it imports torch once."""
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    path = [str(PROOF), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "short_campaigns.py")],
+        capture_output=True, text=True, timeout=280, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def results(told):
+    return told["results"]
+
+
+@pytest.mark.parametrize("campaign", ["crash states", "kills", "failing calls"])
+@pytest.mark.parametrize("saver", ["holdfast", "careful"])
+def test_what_is_right_is_found_so(results, campaign, saver):
+    outcome = results[f"{campaign}: {saver}"]
+    assert outcome["violations"] == []
+    assert outcome["cases"] > 5
+
+
+@pytest.mark.parametrize(
+    ("campaign", "saver"),
+    [
+        ("crash states", "unsynced"),
+        ("crash states", "in place"),
+        ("kills", "in place"),
+        ("failing calls", "swallowing"),
+    ],
+)
+def test_what_is_broken_is_found_out(results, campaign, saver):
+    outcome = results[f"{campaign}: {saver}"]
+    assert outcome["violated"] > 0
+    assert outcome["violations"]
+
+
+@pytest.mark.parametrize(
+    ("saver", "is_right"), [("holdfast", True), ("careful", True), ("unsynced", False)]
+)
+def test_power_cuts_tell_durable_from_acknowledged(told, saver, is_right):
+    if told["no power cuts"] is not None:
+        pytest.skip(told["no power cuts"])
+    outcome = told["results"][f"power cuts: {saver}"]
+    assert (outcome["violated"] == 0) == is_right, outcome["violations"]
+
+
+def test_the_recorder_misses_no_call_that_reaches_the_disk(results):
+    assert results["unseen calls"]["violations"] == []
