@@ -144,8 +144,8 @@ class Injections:
             where = f"{where} ({', '.join(system.failed)}) succeeded"
             self.successes += 1
             allowed = {key: {new} for key, new in self._change.items()}
-            if system._how == NOTHING and system.failed:
-                yield where
+            if system._how == NOTHING and "write" in system.failed:
+                yield f"{where}, and wrote nothing"
         yield from self._left(system, where)
         yield from self._lost(observe(LocalStorage(base / ROOT)), allowed, where)
         disk = Disk(system)
