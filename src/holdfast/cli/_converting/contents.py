@@ -8,10 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from holdfast.catalog._writing import Facts
+from holdfast.errors import CorruptedError
 from holdfast.format import CHUNK_BYTES, PerRank, ValuePath, dtype_of
 
 PIECE_BYTES: Final = 16 * 1024 * 1024
 """About how much of a tensor is in memory at once."""
+
+MOST_DEEP: Final = 64
+"""Containers in each other, as many as a checkpoint of holdfast's can hold."""
+
+_SHARED_MEMBERS: Final = 100_000
+_SHARED_TIMES: Final = 10
 
 _DICTS: Final = frozenset({dict, OrderedDict, defaultdict, Counter})
 _LISTS: Final = frozenset({list, tuple, deque})
@@ -62,6 +69,38 @@ def members(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def is_container(value: Any) -> bool:
     return type(value) in _DICTS or type(value) in _LISTS or type(value) is PerRank
+
+
+def check_tree(tree: Any, path: str) -> None:
+    """``CorruptedError`` for containers that are too deep in each other, or in themselves, and for
+    such as are in it so often that to write all of it would never end: sixty lists, each twice in
+    the next, are few bytes in a pickle."""
+    known: dict[int, tuple[int, int]] = {}
+    distinct = 0
+
+    def measured(value: Any, depth: int) -> tuple[int, int]:
+        """How many things are in it, as often as they are, and how deep."""
+        nonlocal distinct
+        if not is_container(value):
+            return 1, 0
+        if depth + known.get(id(value), (0, 1))[1] > MOST_DEEP:
+            raise CorruptedError(
+                f"lists or dicts are more than {MOST_DEEP} deep in each other", path=path
+            )
+        if id(value) not in known:
+            inner = [measured(each, depth + 1) for _, each in members(value)]
+            distinct += 1 + len(inner)
+            height = 1 + max((each[1] for each in inner), default=0)
+            known[id(value)] = 1 + sum(each[0] for each in inner), height
+        return known[id(value)]
+
+    total, _ = measured(tree, 0)
+    if total > _SHARED_TIMES * distinct + _SHARED_MEMBERS:
+        raise CorruptedError(
+            f"the same lists or dicts are in each other so often that {total:.3g} things are in "
+            "it; this file is damaged or meant to do harm",
+            path=path,
+        )
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
