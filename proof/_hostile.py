@@ -4,6 +4,8 @@ processes; those of other formats are in ``_hostile_torch``.
 A case has a folder to itself: ``root`` is what a reader is given, ``outside`` is nobody's business.
 """
 
+# ruff: noqa: E501 -- tables of bytes are read as tables
+
 import contextlib
 import functools
 import hashlib
@@ -19,7 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Makes the folders of the tests importable, so before what is in them.
 import _paths
+
+# isort: split
+
 import catalog_tools
 import hostile_checkpoints
 import hostile_frames
@@ -28,8 +34,8 @@ import hostile_shards
 import hostile_values
 import made_shards
 import numpy as np
-from _confined import unwatched
 
+from _confined import unwatched
 from holdfast.catalog import Catalog
 from holdfast.cli._converting import safetensors_read
 from holdfast.errors import CheckpointError
@@ -136,16 +142,21 @@ def records() -> Iterator[Case]:
     for name, made in _LARGE_RECORDS.items():
         yield Case(
             name=f"record: {name}",
-            plant=lambda place, made=made: _plant(made(), place),
+            plant=functools.partial(_plant_made, made),
             read=read_catalog,
+            may_read=name in _HARMLESS,
         )
+
+
+def _plant_made(made: Callable[[], Mapping[str, bytes]], place: Path) -> None:
+    planted(made(), place)
 
 
 def _plant(files: Mapping[str, bytes], place: Path) -> None:
     planted(files, place)
 
 
-def _many_files(count: int) -> Mapping[str, bytes]:
+def _many_files(count: int) -> Any:
     file = hostile_checkpoints.BODY["files"][0]
     names = (f"shard-{rank}-00000000000000aa.safetensors" for rank in range(1, count + 1))
     return hostile_checkpoints.record(
@@ -153,25 +164,29 @@ def _many_files(count: int) -> Mapping[str, bytes]:
     )
 
 
-def _many_tensors(count: int) -> Mapping[str, bytes]:
+def _many_tensors(count: int) -> Any:
     tensor = hostile_checkpoints.BODY["tensors"]["w"]
     return hostile_checkpoints.record(tensors={f"t{index}": tensor for index in range(count)})
 
 
-def _many_keys(count: int) -> Mapping[str, bytes]:
+def _many_keys(count: int) -> Any:
     return hostile_checkpoints.record(custom={f"k{index}": 0 for index in range(count)} | {"$": 1})
 
 
-def _many_lists(count: int) -> Mapping[str, bytes]:
+def _many_lists(count: int) -> Any:
     return hostile_checkpoints.record(tree=[[[]] for _ in range(count)], tensors={"v": 1})
 
 
 _LARGE_RECORDS: Mapping[str, Callable[[], Mapping[str, bytes]]] = {
-    "200,000 files that are not there": lambda: _many_files(200_000),
-    "100,000 tensors that are not there": lambda: _many_tensors(100_000),
-    "a million keys": lambda: _many_keys(1_000_000),
-    "a million lists": lambda: _many_lists(1_000_000),
+    "20,000 files that are not there": lambda: _many_files(20_000),
+    "20,000 tensors that are not there": lambda: _many_tensors(20_000),
+    "300,000 keys": lambda: _many_keys(300_000),
+    "300,000 lists": lambda: _many_lists(300_000),
 }
+
+
+_HARMLESS = {"20,000 files that are not there", "300,000 keys"}
+"""What is asked for is there all the same: no tensor is in those files, no state in those keys."""
 
 
 def shards() -> Iterator[Case]:
@@ -479,7 +494,8 @@ def _read_alike(place: Path) -> object:
     catalog = Catalog(LocalStorage(place / "root"))
     names = _alike()
     for number, name in enumerate(names):
-        if set(catalog.read(name)["w"].tolist()) != {number}:
+        state: Any = catalog.read(name)
+        if set(state["w"].tolist()) != {number}:
             raise Broken(f"{name!r} is another checkpoint")
     for number, name in enumerate(names):
         catalog.delete(name)
@@ -543,7 +559,8 @@ def _read_changing(what: str, moment: int, place: Path) -> object:
                 _CHANGES[what](root, place / "outside")
 
     storage = catalog_tools.Observed(LocalStorage(root), before=change)
-    found = Catalog(storage).read("a")["w"]
+    state: Any = Catalog(storage).read("a")
+    found = state["w"]
     if not np.array_equal(found, WANTED):
         raise Broken(f"it read {found[:5]}")
     return "what was written"

@@ -4,6 +4,8 @@ not where it will lie.
 Each that runs code makes the folder that it is given, so that nobody need guess whether it ran.
 """
 
+# ruff: noqa: E501 -- tables of bytes are read as tables
+
 import struct
 from collections.abc import Callable, Mapping
 

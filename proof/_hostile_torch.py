@@ -2,6 +2,8 @@
 ``load_checkpoint`` read them, and as their own libraries do.
 """
 
+# ruff: noqa: E501 -- tables of bytes are read as tables
+
 import contextlib
 import functools
 import io
@@ -14,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _hostile import _ODD, GOLDEN, Broken, Case
-from _hostile_pickles import HARMFUL, RUNNING
 from torch.distributed.checkpoint import filesystem, metadata
 
+from _hostile import _ODD, GOLDEN, Broken, Case
+from _hostile_pickles import HARMFUL, RUNNING
 from holdfast.cli import _convert
 from holdfast.cli._converting.contents import tensors_in
 from holdfast.cli._converting.recognising import source_at
@@ -176,16 +178,32 @@ def _may_be_read(what: str) -> bool:
     }
 
 
+def _always(data: bytes) -> Callable[[str], bytes]:
+    return lambda _: data
+
+
+def _in_archive(make: Callable[[str], bytes], made: str) -> bytes:
+    return archive({"data.pkl": make(made)})
+
+
+def _in_legacy(make: Callable[[str], bytes], made: str) -> bytes:
+    return _LEGACY + _SYSTEM + make(made)
+
+
+def _built(build: Callable[[], bytes], _: str) -> bytes:
+    return build()
+
+
 def torch_files() -> Iterator[tuple[str, str, Callable[[str], bytes]]]:
     """Name, name of the file, and its bytes from the folder that a pickle is to make."""
     for what, make in RUNNING.items():
-        yield f"archive: {what}", "a.pt", lambda made, make=make: archive({"data.pkl": make(made)})
-        yield f"legacy: {what}", "a.pt", lambda made, make=make: _LEGACY + _SYSTEM + make(made)
+        yield f"archive: {what}", "a.pt", functools.partial(_in_archive, make)
+        yield f"legacy: {what}", "a.pt", functools.partial(_in_legacy, make)
     for what, data in HARMFUL.items():
-        yield f"archive: {what}", "a.pt", lambda _, data=data: archive({"data.pkl": data})
-        yield f"legacy: {what}", "a.pt", lambda _, data=data: _LEGACY + _SYSTEM + data
+        yield f"archive: {what}", "a.pt", functools.partial(_in_archive, _always(data))
+        yield f"legacy: {what}", "a.pt", functools.partial(_in_legacy, _always(data))
     for what, build in ARCHIVES.items():
-        yield f"archive: {what}", "a.pt", lambda _, build=build: build()
+        yield f"archive: {what}", "a.pt", functools.partial(_built, build)
     yield (
         "legacy: keys that are a pickle",
         "a.pt",
@@ -376,8 +394,8 @@ def dcp_cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
         yield f"metadata: {what}", functools.partial(_plant_dcp_pickle, make)
         yield f"value: {what}", functools.partial(_plant_dcp_value, make)
     for what, data in HARMFUL.items():
-        yield f"metadata: {what}", functools.partial(_plant_dcp_pickle, lambda _, data=data: data)
-        yield f"value: {what}", functools.partial(_plant_dcp_value, lambda _, data=data: data)
+        yield f"metadata: {what}", functools.partial(_plant_dcp_pickle, _always(data))
+        yield f"value: {what}", functools.partial(_plant_dcp_value, _always(data))
     huge = saved({"w": torch.ones(1).expand(2**30, 2**30)})
     yield "value: a tensor of 2**60 that is four bytes", functools.partial(_plant_value, huge)
     for what, build in ARCHIVES.items():
