@@ -2,6 +2,7 @@
 
 import collections
 import io
+import json
 import os
 import pathlib
 import pickle
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from convert_tools import MIB, done, refused
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -322,25 +324,14 @@ def test_files_of_torch_that_are_damaged_or_of_another_kind(tmp_path):
     assert not target.exists()
 
 
-def test_states_that_cannot_be_walked(tmp_path):
-    """torch.load takes them all; a conversion must not run for ever, nor take all memory."""
-    itself = {"w": torch.ones(1)}
-    itself["again"] = itself
-    over_and_over = [torch.ones(1)]
-    for _ in range(40):
-        over_and_over = [over_and_over, over_and_over]
-    shared = [torch.ones(1), 2]
+def test_what_is_not_dense_is_refused_and_what_stands_twice_is_kept_twice(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-    for state, saying in (
-        (itself, "contains itself"),
-        ({"x": over_and_over}, "over and over"),
-        ({"w": quantized}, "only dense ones"),
-    ):
-        torch.save(state, tmp_path / "a.pt")
-        refused("convert", tmp_path / "a.pt", tmp_path / "s/b", code=4, saying=saying)
-        assert not (tmp_path / "s").exists()
+    torch.save({"w": quantized}, tmp_path / "a.pt")
+    refused("convert", tmp_path / "a.pt", tmp_path / "s/b", code=4, saying="only dense ones")
+    assert not (tmp_path / "s").exists()
+    shared = [torch.ones(1), 2]
     torch.save({"x": shared, "y": shared}, tmp_path / "a.pt")
     done("convert", tmp_path / "a.pt", tmp_path / "b.pt")
     same(torch.load(tmp_path / "b.pt"), {"x": shared, "y": shared})
@@ -377,3 +368,109 @@ def test_a_tensor_larger_than_a_piece_is_several_chunks_of_dcp(tmp_path):
     assert len(kind.chunks) > 1
     done("convert", tmp_path / "a", tmp_path / "b.pt")
     assert torch.equal(torch.load(tmp_path / "b.pt")["large"], large)
+
+
+def doubled(depth):
+    """A list of the one before twice, so many times: few bytes in a pickle."""
+    value = []
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+def in_itself():
+    value = []
+    value.append(value)
+    return {"a": value}
+
+
+def of_itself(depth):
+    value = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("kind", ["archive", "old", "value"])
+@pytest.mark.parametrize(
+    ("state", "saying"),
+    [
+        (doubled(60), "in each other so often"),
+        (in_itself(), "more than 64 deep"),
+        (of_itself(300), "more than 64 deep"),
+        ({"w": torch.ones(1).expand(2**30, 2**30)}, "over and over"),
+    ],
+    ids=["doubled", "in itself", "deep", "expanded"],
+)
+def test_what_would_never_end_is_refused_at_once(tmp_path, kind, state, saying):
+    source, target = tmp_path / "a", tmp_path / "b.pt"
+    if kind == "value":
+        dcp.save({"w": torch.ones(2), "x": 1}, checkpoint_id=source, no_dist=True)
+        found = pickle.loads((source / ".metadata").read_bytes())
+        data = io.BytesIO()
+        torch.save(state, data)
+        (source / "__0_1.distcp").write_bytes(data.getbuffer())
+        info = filesystem._StorageInfo("__0_1.distcp", 0, len(data.getbuffer()))
+        found.storage_data[metadata.MetadataIndex("x")] = info
+        (source / ".metadata").write_bytes(pickle.dumps(found))
+    else:
+        torch.save(state, source, _use_new_zipfile_serialization=kind == "archive")
+    ran = refused("convert", source, target, code=4, saying=saying)
+    assert ran.memory < 256 * MIB
+    assert not target.exists()
+
+
+def test_an_expanded_tensor_is_converted_with_all_its_elements(tmp_path):
+    state = {"w": torch.arange(3.0)[:, None].expand(3, 70), "t": torch.randn(30, 50).t()}
+    for old in (False, True):
+        torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
+        done("convert", tmp_path / "a.pt", tmp_path / f"{old}.safetensors")
+        same(load_file(tmp_path / f"{old}.safetensors"), state)
+
+
+def test_tuples_too_deep_to_be_keys_are_refused_and_end_no_process(tmp_path):
+    deep = b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\1s."
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", deep)
+        archive.writestr("a/version", b"3\n")
+    magic = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03."
+    (tmp_path / "old.pt").write_bytes(magic + pickle.dumps({}, 2) + deep)
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(deep)
+    for source in ("a.pt", "old.pt", "dcp"):
+        refused("convert", tmp_path / source, tmp_path / "b", code=4, saying="tuples are more than")
+    many = {("a", ("b", i)): i for i in range(20_000)}
+    torch.save({"w": torch.ones(2), "many": many}, tmp_path / "good.pt")
+    done("convert", tmp_path / "good.pt", tmp_path / "good", "--to", "torch")
+    assert torch.load(tmp_path / "good", weights_only=True)["many"] == many
+
+
+def test_an_archive_inside_of_dcp_may_not_be_compressed_either(tmp_path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    found = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    (index,) = found.storage_data
+    old = found.storage_data[index]
+    path = tmp_path / "a" / old.relative_path
+    data = io.BytesIO(path.read_bytes()[old.offset : old.offset + old.length])
+    made = io.BytesIO()
+    with zipfile.ZipFile(data) as whole, zipfile.ZipFile(made, "w") as packed:
+        for each in whole.infolist():
+            packed.writestr(each.filename, whole.read(each), zipfile.ZIP_DEFLATED)
+    path.write_bytes(made.getbuffer())
+    info = filesystem._StorageInfo(old.relative_path, 0, len(made.getbuffer()))
+    found.storage_data[index] = info
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(found))
+    refused("convert", tmp_path / "a", tmp_path / "b.pt", code=4, saying="compressed in this")
+
+
+def test_a_name_that_no_file_can_have_is_refused_with_words(tmp_path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    found = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    (index,) = found.storage_data
+    found.storage_data[index] = filesystem._StorageInfo("a" * 5000, 0, 1)
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(found))
+    refused("convert", tmp_path / "a", tmp_path / "b.pt", code=4, saying="is not there")
+    (tmp_path / "h").mkdir()
+    index = {"weight_map": {"w": "a" * 5000}}
+    (tmp_path / "h" / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused("convert", tmp_path / "h", tmp_path / "b.pt", code=4, saying="which is not there")

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 START_S = 30.0
 
-Action = Literal["answer", "reset", "lose", "truncate", "stall"]
+Action = Literal["answer", "reset", "lose", "truncate", "stall", "late", "twice"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,15 @@ class Fault:
 
     ``answer``: ``status`` at once, the server sees nothing. ``reset``: the connection breaks,
     the server sees nothing. ``lose``: the server acts, then the connection breaks. ``truncate``:
-    the body ends in its middle. ``stall``: no answer until the proxy closes.
+    the body ends in its middle. ``stall``: no answer until the proxy closes. ``late``: the server
+    acts, and there is no answer for ``delay_s``. ``twice``: a faithful answer, and after
+    ``delay_s`` the server gets the request once more.
     """
 
     action: Action
     status: int = 503
     body: bytes = b""
+    delay_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -107,6 +110,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._break()
         elif fault.action == "truncate":
             self._send(*self._forward(body), cut=True)
+        elif fault.action == "late":
+            self._forward(body)
+            self.server.proxy.closing.wait(fault.delay_s)
+            self._break()
+        elif fault.action == "twice":
+            self._send(*self._forward(body))
+            self.wfile.flush()
+            self.server.proxy.closing.wait(fault.delay_s)
+            self._forward(body)
         else:
             self.server.proxy.closing.wait()
             self._break()

@@ -3,7 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from catalog_tools import Observed, files_of, memory_of, put, reread
+from catalog_tools import Observed, files_of, grid_parts, memory_of, put, reread, write_parts
 from rotting import RECORD, Rotten, flip
 
 from holdfast.catalog import Catalog
@@ -15,6 +15,7 @@ from holdfast.errors import (
     TransientStorageError,
 )
 from holdfast.format import CHUNK_BYTES, CompressionLevel
+from holdfast.reshard import Grid
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.testing import Fault, FaultyStorage
 
@@ -320,3 +321,20 @@ def test_a_damaged_read_is_told_from_a_damaged_file_by_reading_again(tmp_path):
     with pytest.raises(CorruptedError, match="tensor 'x' is damaged: bytes 0 to 8000 of 'x'"):
         Catalog(faulty).read("a")
     assert Catalog(faulty).verify("a").is_intact
+
+
+def test_where_many_files_are_missing_the_record_is_not_read_again_for_each():
+    storage = MemoryStorage()
+    array = np.arange(400.0)
+    grid = Grid((400,), (1,))
+    write_parts(storage, "a", {"w": (array, grid, grid_parts(grid, range(400)))})
+    for info in list(storage.list("a/shard-")):
+        storage.delete(info.key)
+    reads = []
+    observed = Observed(storage, lambda method, key: reads.append((method, key)))
+    report = Catalog(observed).verify("a")
+    assert len(report.damage) == 400
+    assert {damage.problem for damage in report.damage} == {
+        "a file of the checkpoint is missing; load another checkpoint"
+    }
+    assert reads.count(("read", "a/metadata.json")) == 2

@@ -8,6 +8,7 @@ import difflib
 import itertools
 import math
 import operator
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -21,7 +22,7 @@ from holdfast.catalog._read_jobs import Job, all_chunks, batches, copy_runs, run
 from holdfast.catalog._read_plan import plan_box
 from holdfast.catalog._shard_read import BadChunk, OpenShard, open_shard
 from holdfast.catalog._shards import FILES_AT_ONCE, Shards
-from holdfast.contracts import Storage
+from holdfast.contracts import ObjectInfo, Storage
 from holdfast.errors import (
     CorruptedError,
     LoadError,
@@ -73,6 +74,8 @@ class TensorReader:
         self._storage = storage
         self._prefix = prefix
         self._record = record
+        self._looking = threading.Lock()
+        self._seen: ObjectInfo | None = None
         self._shards = Shards(self._open)
 
     def fill(
@@ -258,8 +261,7 @@ class TensorReader:
         try:
             yield
         except ObjectNotFoundError as error:
-            found = find_record(self._storage, self._prefix)
-            if found is None or found.record.attempt != self._record.attempt:
+            if not self._is_still_there():
                 raise LoadError(
                     "this checkpoint was deleted or replaced since it was opened; open it again",
                     path=f"{self._storage.url}/{self._prefix}",
@@ -267,6 +269,20 @@ class TensorReader:
             raise CorruptedError(
                 "a file of the checkpoint is missing; load another checkpoint", path=error.path
             ) from error
+
+    def _is_still_there(self) -> bool:
+        """Whether the record is the one that was opened. Where thousands of files are missing it is
+        read once, and after that only its version is asked for."""
+        with self._looking:
+            if self._seen is not None:
+                with contextlib.suppress(ObjectNotFoundError):
+                    if self._storage.stat(self._seen.key) == self._seen:
+                        return True
+            found = find_record(self._storage, self._prefix)
+            if found is None or found.record.attempt != self._record.attempt:
+                return False
+            self._seen = found.info
+            return True
 
 
 def _view(want: Want, itemsize: int) -> memoryview:

@@ -125,7 +125,9 @@ def _decode_body(body: Data) -> CommitRecord:
         scan_json(memoryview(body), max_depth=_BODY_DEPTH)
         raise CorruptedError(f"the commit record is wrong: {_located(body, error)}") from error
     if not _is_written(record, body):
+        del record  # decoded again, or a record of many keys would be in memory twice
         scan_json(memoryview(body), max_depth=_BODY_DEPTH)
+        record = _DECODE_BODY(body)
     try:
         record = msgspec.structs.replace(record, metrics=_untagged(record.metrics))
         check_record(record)

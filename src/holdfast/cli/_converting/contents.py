@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from holdfast.catalog._writing import Facts
+from holdfast.errors import CorruptedError
 from holdfast.format import CHUNK_BYTES, PerRank, ValuePath, dtype_of
 from holdfast.format._value_model import MAX_VALUE_DEPTH
 
 PIECE_BYTES: Final = 16 * 1024 * 1024
 """About how much of a tensor is in memory at once."""
 
-_MOST_REPEATED: Final = 1_000_000
-"""How many members of containers that stand in a state again are read again."""
+MOST_DEEP: Final = MAX_VALUE_DEPTH
+"""Containers in each other, as many as a checkpoint of holdfast's can hold."""
+
+_SHARED_MEMBERS: Final = 100_000
+_SHARED_TIMES: Final = 10
 
 _DICTS: Final = frozenset({dict, OrderedDict, defaultdict, Counter})
 _LISTS: Final = frozenset({list, tuple, deque})
@@ -68,25 +72,38 @@ def is_container(value: Any) -> bool:
     return type(value) in _DICTS or type(value) in _LISTS or type(value) is PerRank
 
 
-def shape_problem(tree: Any) -> str | None:
-    """Why a tree that somebody else has made cannot be walked, or ``None``: it may contain itself,
-    and a few containers that contain each other again and again may stand for any number."""
-    seen: set[int] = set()
-    repeated = 0
-    left = [(tree, 0)]
-    while left:
-        value, depth = left.pop()
+def check_tree(tree: Any, path: str) -> None:
+    """``CorruptedError`` for containers that are too deep in each other, or in themselves, and for
+    such as are in it so often that to write all of it would never end: sixty lists, each twice in
+    the next, are few bytes in a pickle."""
+    known: dict[int, tuple[int, int]] = {}
+    distinct = 0
+
+    def measured(value: Any, depth: int) -> tuple[int, int]:
+        """How many things are in it, as often as they are, and how deep."""
+        nonlocal distinct
         if not is_container(value):
-            continue
-        if depth == MAX_VALUE_DEPTH:
-            return f"it is nested more than {MAX_VALUE_DEPTH} deep, or contains itself"
-        inner = [each for _, each in members(value)]
-        repeated += len(inner) if id(value) in seen else 0
-        if repeated > _MOST_REPEATED:
-            return f"the same containers stand in it over and over, with {repeated} members"
-        seen.add(id(value))
-        left += ((each, depth + 1) for each in inner)
-    return None
+            return 1, 0
+        if depth + known.get(id(value), (0, 1))[1] > MOST_DEEP:
+            raise CorruptedError(
+                f"lists or dicts are more than {MOST_DEEP} deep in each other, or one contains "
+                "itself",
+                path=path,
+            )
+        if id(value) not in known:
+            inner = [measured(each, depth + 1) for _, each in members(value)]
+            distinct += 1 + len(inner)
+            height = 1 + max((each[1] for each in inner), default=0)
+            known[id(value)] = 1 + sum(each[0] for each in inner), height
+        return known[id(value)]
+
+    total, _ = measured(tree, 0)
+    if total > _SHARED_TIMES * distinct + _SHARED_MEMBERS:
+        raise CorruptedError(
+            f"the same lists or dicts are in each other so often that {total:.3g} things are in "
+            "it; this file is damaged or meant to do harm",
+            path=path,
+        )
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:

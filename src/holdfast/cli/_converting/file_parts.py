@@ -5,6 +5,7 @@ A file is read where it stands and never mapped as a whole, so that memory stays
 file that is cut short meanwhile is an error and not a signal.
 """
 
+import io
 import math
 import mmap
 import os
@@ -73,6 +74,55 @@ def tensor_in_files(name: str, dtype: str, shape: tuple[int, ...], parts: list[F
             yield _gathered(box, parts, itemsize).reshape(-1).view(np.uint8).data
 
     return Tensor(dtype=dtype, shape=shape, pieces=pieces)
+
+
+def file_in(folder: Path, name: object) -> Path | None:
+    """The plain file of this name in a folder, and in no other. ``None`` if there is none, as there
+    is none of a name that no file can have."""
+    try:
+        if not isinstance(name, str) or Path(name).name != name:
+            return None
+        path = folder / name
+        return path if path.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def file_view(path: Path, offset: int, nbytes: int) -> io.BufferedReader:
+    """That many bytes of a file as a file of its own. To be closed."""
+    return io.BufferedReader(_View(path, offset, nbytes))
+
+
+class _View(io.RawIOBase):
+    def __init__(self, path: Path, offset: int, nbytes: int) -> None:
+        super().__init__()
+        self._file = path.open("rb", buffering=0)
+        self._offset = offset
+        self._nbytes = nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        if start + to < 0:
+            raise ValueError(f"there is no byte {start + to}")
+        self._at = start + to
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        wanted = memoryview(into).cast("B")[: max(0, self._nbytes - self._at)]
+        got = os.preadv(self._file.fileno(), [wanted], self._offset + self._at)
+        self._at += got
+        return got
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def file_pieces(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:

@@ -6,7 +6,13 @@ from typing import Final
 import msgspec
 
 from holdfast.cli._converting.contents import Contents, Tensor
-from holdfast.cli._converting.file_parts import FilePart, file_pieces, row_major, tensor_in_files
+from holdfast.cli._converting.file_parts import (
+    FilePart,
+    file_in,
+    file_pieces,
+    row_major,
+    tensor_in_files,
+)
 from holdfast.cli._converting.recognising import model_files
 from holdfast.cli._exits import NothingThereError
 from holdfast.contracts import SMALL_OBJECT_BYTES
@@ -40,11 +46,10 @@ def read_folder(folder: Path) -> Contents:
         raise CorruptedError(f"this is no index of a model: {error}", path=str(index)) from error
     by_file: dict[str, dict[str, Tensor]] = {}
     for file in dict.fromkeys(listed.values()):
-        path = folder / file
-        if Path(file).name != file:
-            raise CorruptedError(f"the index names a file elsewhere, {file!r}", path=str(index))
-        if not path.is_file():
-            raise CorruptedError(f"the index names {file!r}, which is not there", path=str(index))
+        path = file_in(folder, file)
+        if path is None:
+            why = "which is not there" if Path(file).name == file else "a file elsewhere"
+            raise CorruptedError(f"the index names {file[:200]!r}, {why}", path=str(index))
         by_file[file] = _tensors(path)
     missing = [name for name, file in listed.items() if name not in by_file[file]]
     if missing:

@@ -12,12 +12,18 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
-from holdfast.cli._converting.contents import Contents, Tensor, is_container, rebuilt
-from holdfast.cli._converting.file_parts import FilePart, tensor_in_files
+from holdfast.cli._converting.contents import (
+    MOST_DEEP,
+    Contents,
+    Tensor,
+    check_tree,
+    is_container,
+    rebuilt,
+)
+from holdfast.cli._converting.file_parts import FilePart, file_in, file_view, tensor_in_files
 from holdfast.cli._converting.recognising import DCP_METADATA
-from holdfast.cli._converting.with_torch.torch_read import loaded, memory_tensor
+from holdfast.cli._converting.with_torch.torch_read import check_within, loaded, memory_tensor
 from holdfast.cli._converting.with_torch.unpickling import read_metadata
 from holdfast.distributed._tensors import Unstorable, code_of
 from holdfast.errors import CorruptedError, IncompatibleVersionError
@@ -42,7 +48,8 @@ def read_folder(folder: Path, *, tensors_only: bool) -> Contents:
         paths = metadata.planner_data
         if paths is not None:
             _check_paths(paths)
-            return Contents(tree=unflatten_state_dict(flat, {key: paths[key] for key in flat}))
+            flat = unflatten_state_dict(flat, {key: paths[key] for key in flat})
+            check_tree(flat, str(path))
     except (AttributeError, LookupError, TypeError, ValueError, AssertionError) as error:
         raise CorruptedError(
             f"this metadata is damaged: {type(error).__name__}: {error}", path=str(path)
@@ -53,6 +60,8 @@ def read_folder(folder: Path, *, tensors_only: bool) -> Contents:
 def _check_paths(paths: Any) -> None:
     """A number in a path is that of a member of a list, all of which is made."""
     for key, path in paths.items():
+        if len(path) > MOST_DEEP:
+            raise ValueError(f"{key!r} is more than {MOST_DEEP} deep")
         for step in path:
             if type(step) is not str and (type(step) is not int or not 0 <= step < _MOST_MEMBERS):
                 raise ValueError(f"{key!r} is at {path!r}")
@@ -80,8 +89,8 @@ def _tensor(folder: Path, metadata: Any, key: str, kind: Any) -> Tensor:
 def _part(folder: Path, info: Any, box: Box, dtype: Any, key: str) -> FilePart:
     """Where in a file the bytes of a chunk are, which is an archive of one tensor there."""
     path = folder / info.relative_path
-    with path.open("rb") as file:
-        tensor = loaded(_create_file_view(file, info.offset, info.length), path, "meta")
+    with file_view(path, info.offset, info.length) as file:
+        tensor = loaded(file, path, "meta")
     found = type(tensor), getattr(tensor, "dtype", None), tuple(getattr(tensor, "shape", ()))
     if found != (torch.Tensor, dtype, box.shape):
         raise CorruptedError(
@@ -95,8 +104,8 @@ def _part(folder: Path, info: Any, box: Box, dtype: Any, key: str) -> FilePart:
     first = info.offset + offset + tensor.storage_offset() * itemsize
     strides = tuple(step * itemsize for step in tensor.stride())
     part = FilePart(box=box, path=path, offset=first, strides=strides)
-    if part.end(itemsize) > info.offset + min(info.length, offset + storage.nbytes()):
-        raise CorruptedError(f"{key!r} reaches beyond the bytes that it is in", path=str(path))
+    end = info.offset + min(info.length, offset + storage.nbytes())
+    check_within(part, itemsize, end, info.length)
     return part
 
 
@@ -114,6 +123,7 @@ def _value(folder: Path, metadata: Any, key: str, kind: Any) -> Any:
         raise CorruptedError(
             f"value {key!r}: {error.message} (--tensors-only leaves values out)", path=str(path)
         ) from error
+    check_tree(value, str(path))
     return _lifted(value, path)
 
 
@@ -127,9 +137,11 @@ def _info(folder: Path, metadata: Any, index: Any) -> Any:
     """Where something is. ``CorruptedError`` if that is nowhere in the folder."""
     info = metadata.storage_data.get(index)
     name = None if info is None else info.relative_path
-    path = folder / str(name)
-    if info is None or Path(str(name)).name != name or not path.is_file():
-        raise CorruptedError(f"the file of {index.fqn!r} is not there: {name}", path=str(folder))
+    path = file_in(folder, name)
+    if path is None:
+        raise CorruptedError(
+            f"the file of {index.fqn!r} is not there: {str(name)[:200]}", path=str(folder)
+        )
     if info.transform_descriptors:
         raise IncompatibleVersionError(
             f"{index.fqn!r} was changed by an extension of DCP's ({info.transform_descriptors[0]})",

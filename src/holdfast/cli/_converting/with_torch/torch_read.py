@@ -17,15 +17,36 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
-from holdfast.cli._converting.contents import Contents, Tensor, is_container, rebuilt, shape_problem
+from holdfast.cli._converting.contents import (
+    PIECE_BYTES,
+    Contents,
+    Tensor,
+    check_tree,
+    is_container,
+    rebuilt,
+)
 from holdfast.cli._converting.file_parts import FilePart, tensor_in_files
 from holdfast.cli._converting.recognising import ZIP
+from holdfast.cli._converting.with_torch.nesting import check_nesting
 from holdfast.distributed._tensors import Unstorable, check_storable, code_of, memory_of
 from holdfast.errors import CorruptedError, IncompatibleVersionError
-from holdfast.reshard import Box
+from holdfast.reshard import Box, split_box
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NOT_DENSE: Final = "is sparse, nested or quantized; only dense ones are converted"
+_MOST_TIMES: Final = 10_000
+"""How often a tensor may repeat the bytes of its file, as one that was expanded does."""
+
+_PICKLE: Final = "data.pkl"
+_NO_ARCHIVE: Final = (
+    zipfile.BadZipFile,
+    EOFError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,  # zipfile's word for what is encrypted
+    ValueError,
+    struct.error,
+)
 _UNSAFE: Final = "Weights only load failed"
 
 
@@ -34,19 +55,27 @@ def read_file(path: Path) -> Contents:
     size = path.stat().st_size
     with path.open("rb") as file:
         if not file.read(len(ZIP)).startswith(ZIP):
-            return Contents(tree=_lifted(loaded(file, path, "cpu"), path, {}))
-        check_archive(file, path)
+            tree = loaded(file, path, "cpu")
+            check_tree(tree, str(path))
+            return Contents(tree=_lifted(tree, path, {}))
         tree = loaded(file, path, "meta")
+    check_tree(tree, str(path))
     return Contents(tree=located(tree, path, start=0, size=size))
 
 
 def loaded(file: BinaryIO | io.BytesIO, path: Path, device: str) -> Any:
     """What ``torch.load`` makes of a file, safely."""
     file.seek(0)
+    if file.read(len(ZIP)) == ZIP:
+        _check_archive(file, path)
+    else:
+        file.seek(0)
+        check_nesting(file.read(), path=str(path))
+    file.seek(0)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is deprecated in torch's own code
-            tree = torch.load(file, map_location=device, weights_only=True)
+            return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptedError(
             f"torch refuses to load this, as it may run code: {_why(error)}; nothing of it was run",
@@ -71,18 +100,19 @@ def loaded(file: BinaryIO | io.BytesIO, path: Path, device: str) -> Any:
             f"{_first_line(error)}",
             path=str(path),
         ) from error
-    problem = shape_problem(tree)
-    if problem is not None:
-        raise CorruptedError(f"this state cannot be converted: {problem}", path=str(path))
-    return tree
 
 
-def check_archive(file: BinaryIO, path: Path) -> None:
-    """``CorruptedError`` unless all in the archive stands in it as it is, uncompressed."""
+def _check_archive(file: BinaryIO | io.BytesIO, path: Path) -> None:
+    """``CorruptedError`` unless all in the archive stands in it as it is, uncompressed, and its
+    pickle can be loaded at all."""
     try:
         with zipfile.ZipFile(file) as archive:
             packed = [each for each in archive.infolist() if each.compress_type]
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
+            if not packed:
+                for each in archive.infolist():
+                    if each.filename.endswith(_PICKLE):
+                        check_nesting(archive.read(each), path=str(path))
+    except _NO_ARCHIVE as error:
         raise CorruptedError(
             f"this file is cut short or damaged: {_first_line(error)}", path=str(path)
         ) from error
@@ -116,13 +146,29 @@ def _located(tensor: Any, path: Path, start: int, size: int, known: dict[Any, Te
         part = FilePart(
             box=Box.whole(shape), path=path, offset=start + offset + first, strides=strides
         )
-        end = part.end(itemsize)
-        if end > start + offset + storage.nbytes() or end > start + size:
-            raise CorruptedError(
-                f"a tensor of shape {shape} reaches beyond the bytes that it is in", path=str(path)
-            )
+        check_within(part, itemsize, start + min(size, offset + storage.nbytes()), size)
         known[key] = tensor_in_files(f"of shape {shape}", dtype, shape, [part])
     return known[key]
+
+
+def check_within(part: FilePart, itemsize: int, end: int, size: int) -> None:
+    """``CorruptedError`` for a part that leaves its bytes, which end at ``end``, and for one that
+    is the same few bytes of a file of ``size`` over and over, beyond all measure."""
+    shape, path = part.box.shape, str(part.path)
+    if part.end(itemsize) > end or any(stride < 0 for stride in part.strides):
+        raise CorruptedError(
+            f"a tensor of shape {shape} reaches beyond the bytes that it is in", path=path
+        )
+    _check_measure(shape, part.box.size * itemsize, size, part.path)
+
+
+def _check_measure(shape: tuple[int, ...], nbytes: int, stored: int, path: Path) -> None:
+    if nbytes > _MOST_TIMES * stored:
+        raise CorruptedError(
+            f"a tensor of shape {shape} is {nbytes} bytes, made of {stored} over and over; this is "
+            "damaged or meant to do harm",
+            path=str(path),
+        )
 
 
 def _lifted(value: Any, path: Path, known: dict[Any, Tensor]) -> Any:
@@ -137,14 +183,19 @@ def _lifted(value: Any, path: Path, known: dict[Any, Tensor]) -> Any:
 
 def memory_tensor(tensor: Any, path: Path) -> Tensor:
     """A tensor that torch has in memory."""
-    dtype = _checked(tensor, path)
-    local = check_storable(tensor).contiguous()
+    dtype, itemsize = _checked(tensor, path), tensor.element_size()
+    local = check_storable(tensor)
+    whole = Box.whole(tuple(local.shape))
+    _check_measure(whole.shape, whole.size * itemsize, local.untyped_storage().nbytes(), path)
 
     def pieces() -> Iterator[memoryview]:
-        if local.numel():
+        if local.is_contiguous() and local.numel():
             yield memory_of(local)
+        elif local.numel():
+            for box in split_box(whole, PIECE_BYTES // itemsize):
+                yield memory_of(local[tuple(map(slice, box.start, box.stop))].contiguous())
 
-    return Tensor(dtype=dtype, shape=tuple(local.shape), pieces=pieces)
+    return Tensor(dtype=dtype, shape=whole.shape, pieces=pieces)
 
 
 def _checked(tensor: Any, path: Path) -> str:

@@ -1,0 +1,102 @@
+"""Short runs of the campaigns of hostile files, of fuzzing and of object stores, and that each of
+them sees what is broken."""
+
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PROOF = pathlib.Path(__file__).parents[2] / "proof"
+
+
+def proof(name):
+    """A module of the campaigns."""
+    if str(PROOF) not in sys.path:
+        sys.path.append(str(PROOF))
+    return importlib.import_module(name)
+
+
+@pytest.mark.timeout(300)
+def test_hostile_files_are_refused_and_broken_readers_are_seen():
+    program = pathlib.Path(__file__).with_name("hostile_demonstration.py")
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout.splitlines()[-1])
+    assert (told["cases"], told["violations"]) == (40, [])
+    seen = {name: " ".join(problems) for name, problems in told["broken"].items()}
+    assert "taken for good" in seen["takes it"]
+    assert "KeyError instead of a CheckpointError" in seen["another error"]
+    assert "ran code of the file or wrote outside of the root: ['./made']" in seen["unpickles"]
+    assert "ran a program: os.system" in seen["starts a program"]
+    assert "wrote outside of the root: ['./relative']" in seen["writes beside"]
+    assert "MemoryError" in seen["takes memory"]
+    assert "SIGSEGV" in seen["dies"]
+    assert "no end in 3 s" in seen["hangs"]
+
+
+def test_there_are_as_many_hostile_files_as_were_promised():
+    assert len(proof("_hostile").catalog_cases()) >= 500
+
+
+@pytest.mark.parametrize("name", ["record's body", "compressed chunk", "shard header"])
+def test_a_parser_takes_what_it_is_given(name):
+    outcome = proof("fuzzing").fuzzed(name, 1, 500)
+    assert (outcome.cases, outcome.violations) == (500, ())
+
+
+def test_a_broken_parser_is_found_and_its_input_fails_again():
+    fuzz, parsers = proof("_fuzz"), proof("_parsers")
+
+    def broken(data):
+        whole = json.loads(data) if data.startswith(b"{") and data.endswith(b"}") else {}
+        return [] if whole.get("version") == 1 else whole["version"]
+
+    good = [b'{"version":1,"attempt":"a"}']
+    parser = parsers.Parser(
+        name="broken", seeds=lambda: good, parse=broken, runs=1000, is_json=True
+    )
+    assert fuzz.tried(broken, good[0]) is None
+    count, data, why = fuzz.changed_at_random(parser, 3, 1000)
+    assert 1 < count < 1000
+    assert why == fuzz.tried(broken, data)
+    assert fuzz.changed_at_random(parser, 3, 1000) == (count, data, why)
+
+
+def test_what_a_seed_does_to_bytes_is_always_the_same():
+    import random
+
+    mutated = proof("_fuzz_inputs").mutated
+    data = b'{"a":[1,2,{"b":"text"}]}'
+    one, other = random.Random(5), random.Random(5)
+    first = [mutated(data, [data], one, is_json=True) for _ in range(300)]
+    assert first == [mutated(data, [data], other, is_json=True) for _ in range(300)]
+    assert len(set(first)) > 200
+
+
+@pytest.mark.timeout(300)
+def test_a_bucket_that_behaves_badly_loses_nothing_and_a_lost_commit_is_seen():
+    store = proof("object_store")
+    from holdfast.storage._wrapped import WrappedStorage
+
+    class Forgetful(WrappedStorage):
+        """Says of a commit record that it is there, and has it not."""
+
+        def create(self, key, data):
+            info = self._inner.create(key, data)
+            if key.endswith("metadata.json"):
+                self._inner.delete(key)
+            return info
+
+        def _through(self, _method, _key, call, /):
+            return call()
+
+    with store.server() as url:
+        world = store.schedule(url, 1)
+        assert world.problems == []
+        assert world.facts["saves acknowledged"] > 0
+        assert world.facts["requests faulted"] > 0
+        broken = store.schedule(url, 2, 0.0, Forgetful)
+        assert any("which nothing explains" in problem for problem in broken.problems)
