@@ -1,7 +1,7 @@
 """Commit records made to break a reader: each is refused with words."""
 
 import pytest
-from hostile_records import CORRUPTED, NEWER, PATH, TENSOR, body, good
+from hostile_records import CORRUPTED, NEWER, PATH, TENSOR, body, good, placed
 from hostile_tools import assert_refused
 
 from holdfast.errors import CorruptedError, IncompatibleVersionError
