@@ -154,8 +154,12 @@ class _Watching:
 
     def __init__(self, measured: "coverage.Coverage") -> None:
         self._measured = measured
+        self.with_torch = False
         self.seconds: dict[str, float] = {}
         self.failed: dict[str, str] = {}
+
+    def pytest_collection_finish(self) -> None:
+        self.with_torch = "torch" in sys.modules
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._measured.switch_context(nodeid)
@@ -194,7 +198,7 @@ def _measure(test: str, into: Path) -> None:
     }
     if not passed:
         raise SystemExit(f"no test of {test} passed")
-    found = {"with_torch": "torch" in sys.modules, "passed": passed, "failed": watching.failed}
+    found = {"with_torch": watching.with_torch, "passed": passed, "failed": watching.failed}
     Path(f"{into}.json").write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -172,9 +172,11 @@ def _forked(source: str, scratch: str, tests: list[str], limit_s: float) -> dict
     by = told.decode().partition("\n")[0]
     if code == _NOT_THE_COPY:
         raise RuntimeError(f"the tests did not use the library in {source}")
-    if code is None:
-        return {"failed": True, "by": by or "it did not end"}
-    return {"failed": code != 0, "by": (by or f"exit code {code}") if code else None}
+    if code is not None and code > 0 and not by:
+        raise RuntimeError(f"pytest could not run the tests: exit code {code}")
+    if code is None or code < 0:
+        return {"failed": True, "by": by or "it did not end, or crashed"}
+    return {"failed": code != 0, "by": by or None}
 
 
 def _waited(child: int, deadline: float) -> int | None:
@@ -201,8 +203,8 @@ def _in_child(source: str, scratch: str, tests: list[str], answer: int) -> int:
             "--assert=plain",
             "-o",
             "addopts=",
-            "-p",
-            "no:cacheprovider",
+            "-o",
+            f"cache_dir={scratch}-cache",
             "-p",
             "pytest_timeout",
             f"--timeout={HANG_S}",

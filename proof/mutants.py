@@ -118,7 +118,7 @@ def choose(covering: Covering, placed: Placed) -> list[list[TimedTest]]:
     found = {test.nodeid: test for test in lines.get(change.line, ())}
     if not found:
         found = {test.nodeid: test for n in range(first, last + 1) for test in lines.get(n, ())}
-    if change.at_import:
+    if change.at_import or not found:  # not found: called only while the module is loaded
         found = {test.nodeid: test for tests in lines.values() for test in tests}
     ordered = _by_turns(found.values())
     close = {*_closest(covering, [test for test in ordered if not test.with_torch])}

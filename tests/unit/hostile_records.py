@@ -247,6 +247,7 @@ CORRUPTED = {
     "file index beyond": (cut({"step": 4}, {"step": 6}, files=[[2, 0, 1]]), "leaves the 2"),
     "file index -1": (cut({"step": 4}, {"step": 6}, files=[[-1, 0, 1]]), "Expected `int` >= 0"),
     "file run beyond": (cut({"step": 1}, {"step": 6}, files=[[0, 1, 4]]), "leaves the 2"),
+    "file run beyond by one": (cut({"step": 2}, {"step": 6}, files=[[1, 1, 2]]), "leaves the 2"),
     "file run below": (cut({"step": 1}, {"step": 6}, files=[[1, -1, 4]]), "leaves the 2"),
     "file run of none": (
         cut({"step": 4}, {"step": 6}, files=[[0, 0, 1], [1, 0, 0]]),

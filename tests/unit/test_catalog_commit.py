@@ -496,6 +496,23 @@ def test_a_save_that_was_replaced_before_its_answer_came_leaves_what_others_refe
     assert Catalog(inner).verify("b").is_intact
 
 
+def test_a_save_that_was_replaced_leaves_its_files_while_nobody_can_tell_who_needs_them():
+    inner = MemoryStorage()
+    watched = Observed(inner)
+    attempt, record = begun(watched, "a", np.arange(4))
+    put(inner, "b/metadata.json", b'{"format":"holdfast","version":1,"digest":"?","record":{}}')
+
+    def refuse(method, key):
+        if key == "a/metadata.json" and method == "create":
+            watched.before = lambda m, k: None
+            inner.create("a/metadata.json", encode_record(new_tombstone()))
+
+    watched.before = refuse
+    with pytest.raises(SaveError, match="nothing was committed"), attempt:
+        attempt.commit(record)
+    assert attempt.shard_key(0) in files_of(inner)
+
+
 @pytest.mark.parametrize(
     "error", [OperationTimeoutError("late", timeout_s=1.0), CircuitOpenError("open")]
 )

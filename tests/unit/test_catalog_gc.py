@@ -313,6 +313,19 @@ def test_a_save_that_commits_while_gc_looks_is_left_alone():
     assert leftovers(storage) == []
 
 
+def test_a_file_that_comes_while_gc_looks_and_is_of_no_checkpoint_is_left_alone():
+    storage = MemoryStorage()
+    Catalog(storage).write("a", {"n": 1})
+
+    def come(method, key):
+        if method == "list":
+            put(storage, "metadata.json", b'{"format":"holdfast"}')
+
+    report = Catalog(Observed(storage, after=come)).gc()
+    assert (report.deleted, report.kept) == ((), {})
+    assert storage.read("metadata.json") == b'{"format":"holdfast"}'
+
+
 def test_a_save_that_is_over_before_its_intent_is_read_has_its_files():
     storage = MemoryStorage()
     attempt, record = begun(storage, "a", np.arange(3))
@@ -365,6 +378,7 @@ def test_a_tombstone_that_a_save_replaces_while_gc_looks_is_left_alone():
 def test_old_clock_objects_are_removed():
     storage = MemoryStorage()
     put(storage, "clock-0123456789abcdef", b"")
+    put(storage, "clock-of-mine", b"")
     assert Catalog(storage).gc().deleted == ()
     assert aged(storage, clock=3500).gc().deleted == ()
     assert aged(storage, clock=3600).gc().deleted == ("clock-0123456789abcdef",)
@@ -606,6 +620,19 @@ class WithoutComparedDeletes(Observed):
         if expected is not None:
             raise StorageError("this storage cannot delete one version", path=key)
         super().delete(key)
+
+
+def test_a_tombstone_that_could_not_be_lifted_just_now_is_told():
+    storage = MemoryStorage()
+    Catalog(storage).write("a", {"n": 1})
+
+    def fail(method, key):
+        if method == "delete" and key == "a/metadata.json":
+            raise TransientStorageError("slow down")
+
+    with pytest.raises(StorageError, match="not all of its files are removed: slow down"):
+        Catalog(Observed(storage, before=fail)).delete("a")
+    assert Catalog(storage).list() == []
 
 
 def test_a_storage_that_cannot_delete_one_version_keeps_tombstones_and_takes_new_saves():

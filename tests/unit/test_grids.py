@@ -169,6 +169,13 @@ def test_runs_rise_if_their_numbers_do(runs):
     assert numbers.rises == (list(numbers) == sorted(set(numbers)))
 
 
+@pytest.mark.parametrize("run", [(1, -1, 3), (0, 1, 0), (-1, 1, 2), (0, -1, 2)])
+def test_a_run_that_has_no_numbers_or_some_below_0_is_refused(run):
+    assert list(IndexRuns(runs=((2, -1, 3), (0, 0, 1)))) == [2, 1, 0, 0]
+    with pytest.raises(ValueError, match="is no run"):
+        IndexRuns(runs=(run,))
+
+
 def test_a_number_that_comes_twice_does_not_rise():
     assert not IndexRuns(runs=((3, 0, 2),)).rises
     assert not IndexRuns(runs=((3, 1, 2), (4, 1, 1))).rises

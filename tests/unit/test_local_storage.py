@@ -12,6 +12,8 @@ import pytest
 from holdfast.contracts import ReadRange
 from holdfast.errors import NoSpaceError, ObjectChangedError, StorageError
 from holdfast.storage import LocalStorage, _system
+from holdfast.storage._folders import Folders
+from holdfast.storage._new_file import NewFile
 from holdfast.storage._system import System
 
 
@@ -178,6 +180,14 @@ def test_why_room_could_not_be_reserved_is_told():
         System().allocate(-1, 5)
 
 
+def test_a_hidden_file_may_be_closed_again(tmp_path):
+    file = NewFile(System(), Folders(tmp_path, System()), (), direct=False)
+    assert len([*tmp_path.iterdir()]) == 1
+    file.close()
+    file.close()
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_descriptor_is_not_closed_twice(tmp_path):
     fd = os.open(tmp_path, os.O_RDONLY)
     System().close(fd)
@@ -219,7 +229,10 @@ def test_what_is_large_is_read_past_the_page_cache_and_what_is_small_is_not(
 
     storage = LocalStorage(tmp_path, system=Watched())
     data = os.urandom(size)
-    storage.create("a", data)
+    with storage.open_writer("a") as writer:
+        writer.write_at(0, data)
+        writer.finish()
+    assert given_up == []
     assert storage.read("a") == data
     into = bytearray(size)
     storage.read_into("a", [ReadRange(start=0, into=memoryview(into))])
@@ -266,3 +279,43 @@ def test_a_slow_disk_holds_the_writer_up_before_memory_fills(tmp_path):
     writing.join()
     assert held <= 4
     assert LocalStorage(tmp_path).read("a") == piece * 8
+
+
+def put(storage, key, data):
+    with storage.open_writer(key) as writer:
+        writer.write_at(0, data)
+        return writer.finish()
+
+
+@pytest.mark.parametrize(
+    ("failing", "act", "doing", "path"),
+    [
+        ("link", lambda s: s.create("a", b"x"), "create the object", "a"),
+        ("write", lambda s: s.create("a", b"x"), "write the object", "a"),
+        ("rename", lambda s: s.replace("there", b"x", s.stat("there").version), "replace", "there"),
+        ("create_file", lambda s: s.open_writer("a"), "write the object", "a"),
+        ("allocate", lambda s: s.open_writer("a", size_bytes=5), "write the object", "a"),
+        ("write", lambda s: put(s, "a", b"x"), "write the object", "a"),
+        ("rename", lambda s: put(s, "a", b"x"), "write the object", "a"),
+        ("open_file", lambda s: s.stat("there"), "read the object", "there"),
+        ("read", lambda s: s.read("there"), "read the object", "there"),
+        ("unlink", lambda s: s.delete("there"), "delete the object", "there"),
+        ("open_root", lambda s: [*s.list("th")], "list the storage", "th"),
+        ("create_file", lambda s: s.sweep(0), "sweep the storage", "root"),
+    ],
+)
+def test_an_error_of_the_disk_says_what_was_done_and_to_what(tmp_path, failing, act, doing, path):
+    LocalStorage(tmp_path).create("there", b"1")
+
+    class Failing(System):
+        pass
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    setattr(Failing, failing, fail)
+    storage = LocalStorage(tmp_path, system=Failing())
+    with pytest.raises(StorageError, match=f"could not {doing}.*: input/output error") as caught:
+        act(storage)
+    assert caught.value.path == (storage.url if path == "root" else path)
+    assert [info.key for info in LocalStorage(tmp_path).list()] == ["there"]

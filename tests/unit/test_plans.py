@@ -219,6 +219,12 @@ def test_a_cut_leaf_of_few_rows_is_cut_across_them():
     assert tensor.grid == Grid((2, 8 * MIB), (2, MIB))
 
 
+def test_leaves_of_exactly_a_fair_share_stay_whole():
+    plan = plan_save(one_group(2, [f32("a", 8), f32("b", 8)]), piece_bytes=4)
+    assert [tensor.grid.cells for tensor in plan.tensors] == [1, 1]
+    assert plan.bytes_of == (32, 32)
+
+
 def test_a_leaf_that_no_dimension_cuts_often_enough_is_cut_along_its_longest():
     (tensor,) = plan_save(one_group(8, [f32("w", 2, 5, 3)]), piece_bytes=4).tensors
     assert tensor.grid == Grid((2, 5, 3), (2, 1, 3))

@@ -172,6 +172,18 @@ def test_without_a_gap_only_what_touches_becomes_one_read():
     assert len(coalesce([(0, 1), (1, 1)], max_gap=0, max_bytes=1)) == 2
 
 
+def test_chunks_that_touch_are_one_run_also_behind_others():
+    assert chunk_spans(100, 10, [(0, 5), (30, 5), (35, 10)]) == [(0, 1), (3, 5)]
+
+
+def test_a_part_of_a_part_is_where_it_was_in_the_array():
+    part = Part(box=Box((2, 0), (6, 4)), local=Box((10, 20), (14, 24)), array_shape=(30, 40))
+    inner = part.within(Box((3, 1), (5, 2)))
+    assert (inner.box, inner.local) == (Box((3, 1), (5, 2)), Box((11, 21), (13, 22)))
+    assert inner.array_shape == (30, 40)
+    assert part.within(part.box) is part
+
+
 def test_a_leaf_of_no_bytes_has_no_chunks():
     assert chunk_spans(0, 4, [(0, 0)]) == []
 

@@ -199,6 +199,16 @@ def test_random_generators_continue_from_their_stored_states():
         assert np.random.Generator(other).random() == np.random.Generator(one).random()
 
 
+@pytest.mark.parametrize("value", [(1, 2), b"x", {1}, math.nan, 2**63, -(2**63) - 1])
+def test_what_json_does_not_hold_is_no_encoded_value(value):
+    with pytest.raises(CorruptedError, match="must not stand there"):
+        decode_value([value])
+
+
+def test_an_int_of_two_million_bits_comes_back():
+    assert loaded(stored({"n": 1 << 2_000_000})) == {"n": 1 << 2_000_000}
+
+
 def test_an_array_of_texts_may_have_the_first_and_the_last_character_of_all():
     value = np.array(["\0a", chr(0x10FFFF)])
     assert same(loaded(stored(value)), value)
