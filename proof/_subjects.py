@@ -71,6 +71,8 @@ class Subject(ABC):
     name: str
     module: str
     """What must be importable."""
+    is_slow = False
+    """Each process that uses it takes seconds to begin: batches are smaller."""
 
     def __init__(self, elements: int = ELEMENTS) -> None:
         self.elements = elements
@@ -173,6 +175,7 @@ class Orbax(Subject):
 
     name = ORBAX
     module = "orbax.checkpoint"
+    is_slow = True
 
     def save(self, folder: Path, value: int, name: str = LATEST) -> None:
         import orbax.checkpoint as ocp

@@ -53,6 +53,9 @@ MOST = 400
 """Calls of one kind that are failed; no saver here makes so many."""
 
 LIMITS = 24
+SLICES = 8
+"""Of the calls, for a saver that is slow: one slice is a batch."""
+
 MOST_TOLD = 5
 FROM_OUTSIDE = 4
 """Every so many batches holdfast is looked at as the others are."""
@@ -61,8 +64,13 @@ FROM_OUTSIDE = 4
 def run(name: str, seed: int) -> Outcome:
     if name == HOLDFAST and seed % FROM_OUTSIDE:
         return _fail_inside(seed)
-    error = ERRORS[seed // (FROM_OUTSIDE if name == HOLDFAST else 1) % len(ERRORS)]
-    return fail_from_outside(subject(name), error, seed)
+    saver = subject(name)
+    turn = seed // FROM_OUTSIDE if name == HOLDFAST else seed
+    error = ERRORS[turn % len(ERRORS)]
+    if saver.is_slow:
+        some = CALLS[turn // len(ERRORS) % SLICES :: SLICES]
+        return fail_from_outside(saver, error, seed, calls=some, limits=2)
+    return fail_from_outside(saver, error, seed)
 
 
 def _fail_inside(seed: int) -> Outcome:
