@@ -122,6 +122,7 @@ def choose(covering: Covering, placed: Placed) -> list[list[TimedTest]]:
         found = {test.nodeid: test for tests in lines.values() for test in tests}
     ordered = _by_turns(found.values())
     close = {*_closest(covering, [test for test in ordered if not test.with_torch])}
+    closest_first = sorted(ordered, key=lambda test: test.file not in close)
     turns: list[list[TimedTest]] = []
     taken: set[str] = set()
     for seconds, with_torch, files in (
@@ -133,7 +134,7 @@ def choose(covering: Covering, placed: Placed) -> list[list[TimedTest]]:
             seconds,
             (
                 test
-                for test in ordered
+                for test in (closest_first if with_torch else ordered)
                 if test.nodeid not in taken
                 and (with_torch or not test.with_torch)
                 and (files is None or test.file in files)
