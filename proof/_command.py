@@ -14,10 +14,10 @@ import _paths
 from _campaign import Campaign
 from _child import Child
 from _code import Code, code_of
+from _found import Results, Row, again, broken_row, machine, rows_of
+from _found_page import page
 from _ledger import Ledger, RunKey
 from _markdown import markdown
-from _page import page
-from _results import Results, Row, again, broken_row, machine, rows_of
 from _running import CodeChangedError, Run, jobs_here, run
 from _screen import screen, told
 from _turns import standings

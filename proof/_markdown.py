@@ -1,6 +1,6 @@
 """Results as a table in Markdown."""
 
-from _results import Results, Row
+from _found import Results, Row
 from _wording import (
     by_campaign,
     facts,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from _campaign import Campaign
 from _child import Child
+from _found import again
 from _ledger import Batch, Ledger, seed_of
-from _results import again
 from _screen import Screen
 from _turns import Standing, next_turn, standings
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol, TextIO
 
 from _campaign import HOLDFAST
 from _child import Child
+from _found import MOST_TOLD
 from _ledger import Batch
-from _results import MOST_TOLD
 from _turns import Standing
 from _wording import duration, first_line, number, percent
 

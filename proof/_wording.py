@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from _campaign import HOLDFAST
-from _results import Results, Row
+from _found import Results, Row
 
 
 def number(value: int) -> str:

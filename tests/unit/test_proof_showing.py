@@ -10,10 +10,10 @@ import pytest
 import rich.console
 
 from _campaign import Campaign, Outcome
+from _found import Results, Row, Told, without_folders
+from _found_page import page
 from _ledger import Batch
 from _markdown import markdown
-from _page import page
-from _results import Results, Row, Told, without_folders
 from _screen import Plain, _table, screen
 from _turns import Standing
 from _wording import duration, percent, target, verdict, violated

@@ -1,6 +1,7 @@
 """What a run has found: one row for each campaign and subject, added up from its batches.
 
-Pure, but for the versions of what is installed. How it is shown is for ``_markdown`` and ``_page``.
+Pure, but for the versions of what is installed. How it is shown is for ``_markdown`` and
+``_found_page``.
 """
 
 import datetime as dt

@@ -4,7 +4,7 @@ from html import escape
 from pathlib import Path
 
 from _campaign import HOLDFAST
-from _results import Results, Row
+from _found import Results, Row
 from _wording import (
     by_campaign,
     duration,
@@ -20,7 +20,7 @@ from _wording import (
     violated,
 )
 
-STYLE = Path(__file__).with_name("_page.css")
+STYLE = Path(__file__).with_name("_found_page.css")
 
 
 def page(results: Results) -> str:
