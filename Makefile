@@ -41,7 +41,7 @@ bench: setup
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 # Goes on where it was broken off. For less time: make proof MINUTES=10
-proof: setup
+proof: .venv/proof-ready
 	$(BIN)/python proof/run.py --minutes $(or $(MINUTES),120)
 
 # How much of the core the quick tests run, in branches; and how many of 500 small wrong changes to it
