@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import _paths
 from _campaign import Campaign, batch_of
 from _ledger import Batch
 
@@ -39,7 +40,7 @@ class Child:
         self._log = self._place / "log"
         scratch = self._place / "tmp"
         scratch.mkdir()
-        environment = os.environ | {
+        environment = _paths.for_children() | {
             MARK: self._mark,
             "TMPDIR": str(scratch),
             "OMP_NUM_THREADS": "1",

@@ -1,5 +1,5 @@
-"""Where the tests keep the machinery that campaigns use. Importing this makes it importable, here
-and in the processes that are started from here; knows no campaign.
+"""Where the tests keep the machinery that campaigns use. Importing this makes it importable; knows
+no campaign.
 """
 
 import os
@@ -21,12 +21,11 @@ _FOLDERS = (
 )
 
 
-def _add() -> None:
-    known = {*sys.path}
-    sys.path += [str(folder) for folder in _FOLDERS if str(folder) not in known]
+sys.path += [str(folder) for folder in _FOLDERS if str(folder) not in sys.path]
+
+
+def for_children() -> dict[str, str]:
+    """The environment in which a process of Python's finds the same modules."""
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     more = [str(folder) for folder in _FOLDERS if str(folder) not in inherited]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*inherited, *more])
-
-
-_add()
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*inherited, *more])}

@@ -56,7 +56,9 @@ def run_tests(piece: Piece, part: int, *, is_last: bool = False) -> Outcome:
         command += ["-o", "junit_family=xunit1"]  # the one that has the properties of a test
         command += ["--proof-slice", f"{part}/{piece.batches}", "--junitxml", str(report)]
         command += ["--rootdir", str(_paths.REPO), "-c", str(_paths.REPO / "pyproject.toml")]
-        done = subprocess.run([*command, piece.tests], cwd=_paths.REPO, check=False)
+        done = subprocess.run(
+            [*command, piece.tests], cwd=_paths.REPO, env=_paths.for_children(), check=False
+        )
         if done.returncode not in (0, 1):
             raise RuntimeError(f"pytest ended with exit code {done.returncode}: {piece.tests}")
         return read_report(report.read_text("utf-8"), is_last=is_last)
