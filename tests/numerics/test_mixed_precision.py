@@ -4,6 +4,7 @@ gradient is not finite. Gradients are made up: 16-bit products are slow on a CPU
 import copy
 import functools
 import math
+import types
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_a_blocked_step_is_bit_for_bit_the_whole_one(kind, precision, most):
 @pytest.mark.parametrize("kind", PARTED)
 def test_a_step_by_parts_is_bit_for_bit_the_whole_one(kind, foreach):
     """In its first step a parameter is whole, as it has no state yet; then it is cut."""
-    shapes = [(33, 5), (BLOCK + 12_345,), (7,), (), (1,)]
+    shapes = [(33, 5), (BLOCK + 12_345,), (7,), (), (1,), (0, 3)]
     make = functools.partial(PARTED[kind], foreach=foreach)
     for optimizer, master, wanted, weight, reference in assert_steps_alike(
         make, shapes, options("bf16")
@@ -151,7 +152,7 @@ def test_a_step_by_parts_is_bit_for_bit_the_whole_one(kind, foreach):
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "nesterov"])
 def test_a_step_by_parts_holds_no_gradients_in_fp32(kind):
-    weights = parameters([(BLOCK // 2,)] * 8)
+    weights = parameters([*[(BLOCK // 2,)] * 8, (2 * BLOCK,)])
     optimizer = MixedPrecisionOptimizer(PARTED[kind](weights), options("bf16", max_grad_norm=1.0))
     for step in range(3):
         fill(weights, step)
@@ -186,6 +187,25 @@ def test_a_step_that_was_replaced_is_the_one_that_is_taken():
         inner.step = lambda own=own: (called.append(own), own())
         fill([weight], 0)
         assert optimizer.step()
+    assert len(called) == 2
+
+
+def test_so_is_one_that_a_scheduler_has_wrapped_since():
+    called = []
+
+    def own(inner, closure=None):
+        called.append(inner)
+        return type(inner).step(inner, closure)
+
+    for make in (FUSED["SGD"], OTHER["SGD"]):
+        (weight,) = parameters([(4,)])
+        inner = make([weight])
+        inner.step = types.MethodType(own, inner)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
+        optimizer = MixedPrecisionOptimizer(inner, options("bf16"))
+        fill([weight], 0)
+        assert optimizer.step()
+        scheduler.step()
     assert len(called) == 2
 
 

@@ -3,6 +3,7 @@
 Each of them works element by element, so that a step of a part is bit for bit a part of the step.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -71,7 +72,9 @@ def has_hooks(inner: Optimizer) -> bool:
     something else than a scheduler, which only counts."""
     hooks = (inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks)  # noqa: SLF001
     own = vars(inner).get("step")
-    return any(hooks) or not (own is None or hasattr(own, "_wrapped_by_lr_sched"))
+    return any(hooks) or not (
+        own is None or inspect.unwrap(own) is inspect.unwrap(type(inner).step)
+    )
 
 
 def _hold_adam(inner: Optimizer, group: dict[str, Any], pair: Pair) -> Held:

@@ -139,8 +139,11 @@ class PartedStep:
         self._inner._opt_called = True  # noqa: SLF001
 
     def _is_cut(self, gradient: Gradient) -> bool:
-        """Whether there is something to cast, and state that can be cut."""
+        """Whether there is something to cast, and state that can be cut. Of nothing there are no
+        parts that could count steps."""
         pair = gradient.pair
+        if not pair.master.numel():
+            return False
         if gradient.is_sparse or not pair.is_split or not is_dense(gradient.value):
             return False
         state = self._inner.state.get(pair.master)
@@ -158,7 +161,7 @@ class PartedStep:
     ) -> None:
         """Step parameters as they are, with their own state, which may be made now."""
         masters = [each.pair.master for each in gradients]
-        values = self._whole_values(gradients)
+        values = _whole_values(gradients)
         if factor != 1:
             torch._foreach_mul_([_values(value) for value in values], factor)
         for each, master, value in zip(gradients, masters, values, strict=True):
@@ -173,19 +176,6 @@ class PartedStep:
                 if each.pair.is_split:
                     each.pair.master.grad = None
                 each.pair.cast()
-
-    def _whole_values(self, gradients: Sequence[Gradient]) -> Tensors:
-        if not gradients[0].needs_cast:
-            return [each.value for each in gradients]
-        sizes = [each.value.numel() for each in gradients]
-        spans = [Span(item=item, start=0, stop=size) for item, size in enumerate(sizes)]
-        rooms = self._scratch.take(spans, gradients[0].value.device)
-        found = [
-            room.as_strided(master.shape, master.stride(), room.storage_offset())
-            for room, master in zip(rooms, (each.pair.master for each in gradients), strict=True)
-        ]
-        torch._foreach_copy_(found, [each.value for each in gradients])
-        return found
 
     def _step_parts(
         self, group: Mapping[str, Any], place: Key, gradients: Sequence[Gradient], factor: float
@@ -249,6 +239,21 @@ class PartedStep:
         layout = _laid_out(pairs, states)
         self._layouts[place] = key, layout
         return layout
+
+
+def _whole_values(gradients: Sequence[Gradient]) -> Tensors:
+    if not gradients[0].needs_cast:
+        return [each.value for each in gradients]
+    sizes = [each.value.numel() for each in gradients]
+    spans = [Span(item=item, start=0, stop=size) for item, size in enumerate(sizes)]
+    # Given back after the step: it may be as large as the largest parameter, and is needed once.
+    rooms = Scratch().take(spans, gradients[0].value.device)
+    found = [
+        room.as_strided(master.shape, master.stride(), room.storage_offset())
+        for room, master in zip(rooms, (each.pair.master for each in gradients), strict=True)
+    ]
+    torch._foreach_copy_(found, [each.value for each in gradients])
+    return found
 
 
 def _laid_out(pairs: Sequence[Pair], states: Sequence[State]) -> _Layout:

@@ -89,7 +89,8 @@ def write_sealed(
         write_shard(storage, key, sources, metadata=metadata)
     except _NotFiniteError:
         names = ", ".join(each.entry.name for each in leaves.checked if not each.is_finite())
-        raise SaveError(f"not finite: {names}; nothing was saved") from None
+        found = names or "a number that has changed meanwhile"
+        raise SaveError(f"not finite: {found}; nothing was saved") from None
 
 
 def read_sealed(storage: Storage, key: str, *, kind: str, newest: int) -> tuple[int, Any]:
