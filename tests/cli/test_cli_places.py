@@ -41,6 +41,30 @@ def test_without_one_or_with_two_it_has_to_be_said_before_anything_is_deleted(tm
     assert Catalog(tmp_path / "s").list() == []
 
 
+@pytest.mark.parametrize("scheme", ["", "file://", "file://localhost"])
+def test_it_is_said_in_a_url_as_in_a_path(tmp_path, scheme):
+    root = tmp_path / "a b"
+    Catalog(root).write("x/step_1", {"w": np.zeros(3)})
+    Catalog(root / "x").write("step_2", {"w": np.zeros(3)})
+    text = root.as_uri().removeprefix("file://") if scheme else str(root)
+    refused("rm", "--yes", f"{scheme}{text}/x/step_1", code=2, saying="where does the store end?")
+    assert find_place(f"{scheme}{text}//x/step_1").name == "x/step_1"
+    assert find_place(f"{scheme}{text}/x//step_1").name == "step_1"
+    assert holdfast("rm", "--yes", f"{scheme}{text}//x/step_1").code == 0
+    assert [each.prefix for each in Catalog(root).list()] == ["x/step_2"]
+
+
+def test_what_the_refusal_of_a_url_advises_works(tmp_path):
+    Catalog(tmp_path / "a").write("x/step_1", {"w": np.zeros(3)})
+    Catalog(tmp_path / "a/x").write("step_2", {"w": np.zeros(3)})
+    url = (tmp_path / "a/x/step_1").as_uri()
+    said = refused("rm", "--yes", url, code=2, saying="where does the store end?").err
+    advised = re.search(r"write (\S+);", said)[1]
+    assert advised.startswith("file://")
+    assert holdfast("rm", "--yes", advised).code == 0
+    assert not (tmp_path / "a/x/step_1").exists()
+
+
 def test_somebody_elses_metadata_makes_no_checkpoint_of_a_store(own_store):
     (own_store / "metadata.json").write_text('{"mine": 1}')
     (own_store / ROOT_MARK).unlink()

@@ -121,7 +121,7 @@ def nothing_in(catalog: Catalog) -> NothingThereError:
 
 
 def _on_disk(text: str, path: Path) -> Place:
-    plain = str(path) if _URL.match(text) else text
+    plain = unquote(urlsplit(text).path) if _URL.match(text) else text  # a Path has no '//'
     store, explicit, name = plain.rstrip("/").partition("//")
     path = real(path)
     if path.is_file():
