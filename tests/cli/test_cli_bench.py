@@ -2,15 +2,18 @@
 
 import functools
 import json
+import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from cli_tools import COMMAND, holdfast, refused
 from convert_tools import with_torch
 
 from holdfast.catalog import Catalog
+from holdfast.cli._bench_disk import bare_read, bare_write
 from holdfast.cli._bench_rounds import Work, timed_rounds
 
 OURS = {
@@ -81,7 +84,9 @@ def test_on_an_object_store(bucket, monkeypatch):
 def test_what_cannot_be_measured_is_one_line(tmp_path):
     refused("bench", tmp_path, "--size", "1048576", code=5, saying="give a smaller --size")
     refused("bench", tmp_path, "--size", "0", code=2, saying="--size")
-    refused("bench", "memory://", code=2, saying="memory storages have no names")
+    for memory in ("memory://", "MEMORY://", "memory://a"):
+        said = refused("bench", memory, code=2, saying="bench measures folders and object stores")
+        assert said.err.endswith(f"and {memory} is neither\n")
     refused("bench", "ftp://host/x", code=2, saying="no storage is known for ftp://")
     (tmp_path / "closed").mkdir(mode=0o500)
     refused(
@@ -90,6 +95,38 @@ def test_what_cannot_be_measured_is_one_line(tmp_path):
         saying="permission denied",
         powerless=True,
     )
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 2**20, 4 * 2**20, 17 * 2**20 + 5])
+def test_the_bare_disk_moves_what_is_counted(tmp_path, nbytes):
+    """By what the process asked the system for: direct I/O moves whole pages, and no more."""
+    pages = -(-nbytes // 4096) * 4096
+    path = tmp_path / "bare"
+    path.touch()
+    os.truncate(path, nbytes + 8 * 2**20)  # a longer one, to be replaced
+    before = moved()
+    bare_write(path, nbytes)
+    between = moved()
+    bare_read(path, nbytes)
+    after = moved()
+    assert path.stat().st_size == pages
+    slack = 2**18  # for reading the counters, and for other threads
+    assert pages <= between["wchar"] - before["wchar"] <= pages + slack
+    assert pages <= after["rchar"] - between["rchar"] <= pages + slack
+    if nbytes > 2**16:
+        assert len({*path.read_bytes()}) > 200
+
+
+def test_a_bare_file_that_is_too_short_is_an_error(tmp_path):
+    bare_write(tmp_path / "bare", 5 * 2**20)
+    with pytest.raises(OSError, match="less than a block"):
+        bare_read(tmp_path / "bare", 6 * 2**20)
+
+
+def moved():
+    """Bytes that this process has read and written so far."""
+    with Path("/proc/self/io").open(encoding="ascii") as file:
+        return {name: int(value) for name, value in (line.split(": ") for line in file)}
 
 
 def test_ctrl_c_leaves_nothing(tmp_path):

@@ -99,6 +99,17 @@ def test_doctor_tries_out_a_folder_and_leaves_nothing(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+def test_doctor_looks_at_memory_as_at_any_storage():
+    for typed in ("memory://", "MEMORY://"):
+        ran = holdfast("doctor", typed, "--size", 1, "--json")
+        assert (ran.code, ran.err) == (0, "")
+        assert ran.json["store"].startswith("memory://")
+        found = {each["what"]: each["found"] for each in ran.json["findings"]}
+        assert found["create only if absent"] == found["replace only what was seen"] == "kept"
+        assert {"small object", "write, durable", "read"} <= found.keys()
+    refused("doctor", "memory://a", code=2, saying=["have no names", "'memory://a'"])
+
+
 def test_doctor_says_what_is_wrong_with_ranks_and_disks(tmp_path):
     job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert ranks({}).verdict == "ok"

@@ -13,10 +13,10 @@ from holdfast.cli._arguments import AsJson
 from holdfast.cli._bench_rounds import Timed, timed_rounds
 from holdfast.cli._bench_work import has_torch, works_of
 from holdfast.cli._doctor_disk import MEMORY, filesystem
-from holdfast.cli._exits import Exit
+from holdfast.cli._exits import Exit, MisuseError
 from holdfast.cli._place import path_of
 from holdfast.cli._progress import status
-from holdfast.cli._scratch import nearest_folder, scratch
+from holdfast.cli._scratch import is_memory, nearest_folder, scratch
 from holdfast.cli._text import clean, counted, put, put_json, put_table, size
 from holdfast.errors import NoSpaceError
 
@@ -78,6 +78,8 @@ def run(
 
     Up to five rounds are made; told is the middle one.
     """
+    if is_memory(store):
+        raise MisuseError(f"bench measures folders and object stores, and {store} is neither")
     path = path_of(store)
     if path is not None:
         _check_room(nearest_folder(path), mib * _MIB)

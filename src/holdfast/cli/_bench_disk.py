@@ -10,18 +10,24 @@ from pathlib import Path
 from typing import Final
 
 _BLOCK: Final = 4 * 1024 * 1024
+_PAGE: Final = 4096
 _THREADS: Final = 4
 
 
 def bare_write(path: Path, nbytes: int) -> None:
-    """A new file, of whole blocks, durable when this returns."""
+    """A new file of so many bytes, or up to a page more, durable when this returns."""
     path.unlink(missing_ok=True)
     fd = _opened(path, os.O_RDWR | os.O_CREAT)
     try:
-        with mmap.mmap(-1, _BLOCK) as block:
+        with mmap.mmap(-1, _BLOCK) as block, memoryview(block) as view:
             block.write(secrets.token_bytes(_BLOCK))
-            os.posix_fallocate(fd, 0, len(_blocks(nbytes)) * _BLOCK)
-            _on_threads(_blocks(nbytes), lambda at: os.pwrite(fd, block, at))
+            os.posix_fallocate(fd, 0, _in_pages(nbytes))
+
+            def move(at: int, size: int) -> int:
+                with view[:size] as data:
+                    return os.pwrite(fd, data, at)
+
+            _on_threads(nbytes, move)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -30,14 +36,16 @@ def bare_write(path: Path, nbytes: int) -> None:
 def bare_read(path: Path, nbytes: int) -> None:
     """All of such a file, and nothing done with it."""
     fd = _opened(path, os.O_RDONLY)
-    blocks = [mmap.mmap(-1, _BLOCK) for _ in range(_THREADS)]
     try:
-        _on_threads(
-            _blocks(nbytes), lambda at: os.preadv(fd, [blocks[at // _BLOCK % _THREADS]], at)
-        )
+        with mmap.mmap(-1, _THREADS * _BLOCK) as blocks, memoryview(blocks) as view:
+
+            def move(at: int, size: int) -> int:
+                own = at % len(view)  # two that are read at once are of different lanes
+                with view[own : own + size] as into:
+                    return os.preadv(fd, [into], at)
+
+            _on_threads(nbytes, move)
     finally:
-        for block in blocks:
-            block.close()
         os.close(fd)
 
 
@@ -60,14 +68,20 @@ def _opened(path: Path, flags: int) -> int:
         return os.open(path, flags, 0o600)
 
 
-def _blocks(nbytes: int) -> range:
-    return range(0, nbytes, _BLOCK)
+def _in_pages(nbytes: int) -> int:
+    """What direct I/O can move of it: whole pages."""
+    return -(-nbytes // _PAGE) * _PAGE
 
 
-def _on_threads(offsets: range, move: Callable[[int], int]) -> None:
+def _on_threads(nbytes: int, move: Callable[[int, int], int]) -> None:
+    """``move(at, size)`` for every block, the last of which is as short as it can be."""
+    end = _in_pages(nbytes)
+    offsets = range(0, end, _BLOCK)
+
     def lane(nth: int) -> None:
         for at in offsets[nth::_THREADS]:
-            if move(at) != _BLOCK:
+            size = min(_BLOCK, end - at)
+            if move(at, size) != size:
                 raise OSError("the disk took or gave less than a block")
 
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -28,6 +28,11 @@ def nearest_folder(path: Path) -> Path:
     return next(each for each in (whole, *whole.parents) if each.exists())
 
 
+def is_memory(store: str) -> bool:
+    """Whether it is ``memory://``, which is another one whenever it is opened."""
+    return store.lower().startswith("memory://")
+
+
 @contextlib.contextmanager
 def scratch(store: str, purpose: str) -> Iterator[Scratch]:
     """Such a place, ``holdfast-<purpose>-...`` in the store, removed when the block ends, however
@@ -38,6 +43,11 @@ def scratch(store: str, purpose: str) -> Iterator[Scratch]:
             prefix=f"holdfast-{purpose}-", dir=nearest_folder(path)
         ) as own:
             yield Scratch(url=own, storage=open_storage(own), folder=Path(own))
+        return
+    if is_memory(store):
+        with as_usage():
+            own_memory = open_storage(store)  # nobody else has it
+        yield Scratch(url=own_memory.url, storage=own_memory, folder=None)
         return
     scheme, _, rest = store.partition("://")
     name = f"holdfast-{purpose}-{secrets.token_hex(8)}"
