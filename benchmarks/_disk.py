@@ -7,8 +7,8 @@ import ctypes
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,11 +68,10 @@ def raw_read(path: Path, threads: int) -> None:
 
 
 def on_threads(count: int, work: Callable[[int], object]) -> None:
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """``work(n)`` for every ``n`` below ``count``, each on a thread. What one raises is raised."""
+    with ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(work, n) for n in range(count)]:
+            done.result()
 
 
 def cold(folder: Path) -> None:
