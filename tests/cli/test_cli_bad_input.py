@@ -10,6 +10,7 @@ import pytest
 from cli_tools import COMMAND, holdfast, refused
 
 from holdfast.catalog import Catalog
+from holdfast.cli._app import _os_words
 from holdfast.format import encode_record
 
 
@@ -84,6 +85,14 @@ def test_no_permission(tmp_path):
         refused("ls", closed, code=5, saying="ermission denied", powerless=True)
     finally:
         closed.chmod(0o700)
+
+
+def test_an_error_of_the_system_tells_of_a_path_or_of_a_number():
+    for named, told in (("/nowhere", "/nowhere"), (b"/nowhere", "/nowhere"), (2**20, str(2**20))):
+        with pytest.raises(OSError) as raised:
+            os.statvfs(named)
+        assert raised.value.filename == named
+        assert _os_words(raised.value).endswith(f" [path {told}]")
 
 
 @pytest.mark.parametrize("verb", [["show", "--full"], ["show", "--json"], ["--help"]])

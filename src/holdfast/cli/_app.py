@@ -102,7 +102,11 @@ def run(arguments: Sequence[str]) -> int:
 def _os_words(error: OSError) -> str:
     """What the system says, as our own errors say it: without its number."""
     what = (error.strerror or str(error)).lower()
-    return what if error.filename is None else f"{what} [path {os.fsdecode(error.filename)}]"
+    name = error.filename
+    if name is None:
+        return what
+    # A file that was already open is named by its number.
+    return f"{what} [path {name if isinstance(name, int) else os.fsdecode(name)}]"
 
 
 def _told(error: Exception, line: str, code: Exit, *, debug: bool) -> Exit:
