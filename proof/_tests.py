@@ -17,7 +17,6 @@ import _paths
 from _campaign import Outcome
 
 MOST_TOLD = 5
-NO_TESTS = 5  # an exit code of pytest's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

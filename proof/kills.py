@@ -4,7 +4,8 @@ Knows signals and moments; nothing here touches the disk's own doings.
 Killed: what was acknowledged is there, or a later one that is whole. Stopped, at a random moment or
 right at one of the calls that a commit is made of: another process takes over, as a job that is
 started again beside the zombie of the old one; then the first wakes up and goes on with what it was
-at. In the end the state of one of the two is there, whole.
+at. In the end the state of one of the two is there, whole, and not that of one who raised if the
+other was acknowledged.
 """
 
 import random
@@ -134,7 +135,11 @@ class _Place:
         acked = {value for child in (first, second) if (value := child.last("saved"))}
         self._facts["both were acknowledged"] += len(acked) > 1
         self._facts["one was refused"] += len(acked) == 1
-        allowed = {ours[0], theirs[0]} if acked else {ours[0], theirs[0], self._there or 0}
+        refused = {value for child in (first, second) if (value := child.last("failed"))}
+        # No call fails here, so that one who raised knows that its state is not there; what the
+        # other acknowledged must not be lost to it. One who was killed has said neither.
+        both = {ours[0], theirs[0]}
+        allowed = both - refused if acked else {*both, self._there or 0}
         self._judge(allowed, [], when)
 
     def _wake(self, child: Child) -> None:

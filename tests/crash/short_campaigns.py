@@ -101,6 +101,22 @@ class Swallowing(Careful):
             return
 
 
+class Denying(Careful):
+    """Sees that another saved meanwhile, says so, and has replaced it all the same."""
+
+    name = "denying"
+
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
+        aside, target = folder / f".{name}-{os.getpid()}", folder / name
+        seen = target.read_bytes() if target.exists() else b""
+        aside.write_bytes(self.data(value))
+        time.sleep(0.02)  # to be caught here
+        is_another = target.exists() and target.read_bytes() != seen
+        aside.rename(target)
+        if is_another:
+            raise OSError("somebody else has saved")
+
+
 CALLS = ("write", "pwrite64", "fsync", "renameat")
 SHORT: dict[str, Callable[[Subject], Outcome]] = {
     "crash states": lambda saver: explore_from_outside(saver, 1, 100),
@@ -126,6 +142,7 @@ def main() -> None:
         (Unsynced(), ("crash states", "power cuts")),
         (InPlace(), ("crash states", "kills")),
         (Swallowing(), ("failing calls",)),
+        (Denying(), ("kills",)),
         # The last, for a fork is slower once torch is there.
         (subject("holdfast"), ("crash states", "kills", "failing calls", "power cuts")),
     ):

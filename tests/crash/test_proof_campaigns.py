@@ -50,6 +50,7 @@ def test_what_is_right_is_found_so(results, campaign, saver):
         ("crash states", "unsynced"),
         ("crash states", "in place"),
         ("kills", "in place"),
+        ("kills", "denying"),
         ("failing calls", "swallowing"),
     ],
 )
