@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import warnings
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -118,6 +119,49 @@ def test_a_file_of_before_the_archives(tmp_path):
     done("convert", tmp_path / "old.pt", tmp_path / "new.bin")
     same(torch.load(tmp_path / "new.bin"), state)
     assert zipfile.is_zipfile(tmp_path / "new.bin")
+
+
+@pytest.fixture
+def no_checksums():
+    torch.serialization.set_crc32_options(False)
+    yield
+    torch.serialization.set_crc32_options(True)
+
+
+@pytest.mark.usefixtures("no_checksums")
+def test_archives_without_checksums(tmp_path):
+    state = everything()
+    torch.save(state, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert {each.CRC for each in archive.infolist()} == {0}
+    done("convert", tmp_path / "a.pt", tmp_path / "b.pt")
+    same(torch.load(tmp_path / "b.pt", weights_only=True), state)
+    state = {"w": torch.randn(30, 20), "epoch": 5, "pair": (torch.arange(3), "x")}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    done("convert", tmp_path / "dcp", tmp_path / "c.pt")
+    same(torch.load(tmp_path / "c.pt", weights_only=True), state)
+    whole = (tmp_path / "a.pt").read_bytes()
+    for size in (100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "a.pt").write_bytes(whole[:size])
+        refused("convert", tmp_path / "a.pt", tmp_path / "d.pt", code=4, saying="cut short")
+
+
+def test_a_checksum_that_is_there_is_still_compared(tmp_path):
+    torch.save({"w": torch.ones(3), "text": "before"}, tmp_path / "a.pt")
+    changed = (tmp_path / "a.pt").read_bytes().replace(b"before", b"behind")
+    (tmp_path / "a.pt").write_bytes(changed)
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["text"] == "behind"
+    refused("convert", tmp_path / "a.pt", tmp_path / "b.pt", code=4, saying="Bad CRC-32")
+
+
+def test_tied_tensors_inside_of_a_value_of_dcp_stay_tied(tmp_path):
+    tied = torch.randn(5)
+    dcp.save({"pair": (tied, tied, tied[1:])}, checkpoint_id=tmp_path / "a", no_dist=True)
+    done("convert", tmp_path / "a", tmp_path / "b.pt")
+    first, second, part = torch.load(tmp_path / "b.pt", weights_only=True)["pair"]
+    same((first, second, part), (tied, tied, tied[1:]))
+    assert first.data_ptr() == second.data_ptr()
+    assert part.data_ptr() != first.data_ptr() + 4
 
 
 def test_a_training_comes_out_as_torch_users_know_it(tmp_path):
@@ -428,6 +472,24 @@ def test_an_expanded_tensor_is_converted_with_all_its_elements(tmp_path):
         same(load_file(tmp_path / f"{old}.safetensors"), state)
 
 
+@pytest.mark.parametrize("kind", ["archive", "old", "value"])
+def test_few_bytes_may_be_many_elements_up_to_a_gibibyte(tmp_path, kind):
+    target = tmp_path / "b.safetensors"
+    for nth, shape in enumerate([(200, 200), (3000, 3000), (2**14, 2**14 + 1)]):
+        source = tmp_path / f"a{nth}"
+        tensor = torch.full((1,), 7.0).expand(shape)
+        if kind == "value":
+            dcp.save({"x": (tensor,)}, checkpoint_id=source, no_dist=True)
+        else:
+            torch.save({"x": tensor}, source, _use_new_zipfile_serialization=kind == "archive")
+        if tensor.numel() * 4 > 2**30:
+            refused("convert", source, target, "--overwrite", code=4, saying="over and over")
+        else:
+            done("convert", source, target, "--overwrite")
+        (found,) = load_file(target).values()
+        assert torch.equal(found, tensor) == (tensor.numel() * 4 <= 2**30)
+
+
 def test_tuples_too_deep_to_be_keys_are_refused_and_end_no_process(tmp_path):
     deep = b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\1s."
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
@@ -437,7 +499,11 @@ def test_tuples_too_deep_to_be_keys_are_refused_and_end_no_process(tmp_path):
     (tmp_path / "old.pt").write_bytes(magic + pickle.dumps({}, 2) + deep)
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(deep)
-    for source in ("a.pt", "old.pt", "dcp"):
+    checksum = zlib.crc32(deep).to_bytes(4, "little")
+    data = (tmp_path / "a.pt").read_bytes()
+    assert data.count(checksum) == 2
+    (tmp_path / "unchecked.pt").write_bytes(data.replace(checksum, bytes(4)))
+    for source in ("a.pt", "unchecked.pt", "old.pt", "dcp"):
         refused("convert", tmp_path / source, tmp_path / "b", code=4, saying="tuples are more than")
     many = {("a", ("b", i)): i for i in range(20_000)}
     torch.save({"w": torch.ones(2), "many": many}, tmp_path / "good.pt")

@@ -13,17 +13,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from holdfast.cli._converting.contents import (
-    MOST_DEEP,
-    Contents,
-    Tensor,
-    check_tree,
-    is_container,
-    rebuilt,
-)
+from holdfast.cli._converting.contents import MOST_DEEP, Contents, Tensor, check_tree
 from holdfast.cli._converting.file_parts import FilePart, file_in, file_view, tensor_in_files
 from holdfast.cli._converting.recognising import DCP_METADATA
-from holdfast.cli._converting.with_torch.torch_read import check_within, loaded, memory_tensor
+from holdfast.cli._converting.with_torch.torch_read import check_within, lifted, loaded
 from holdfast.cli._converting.with_torch.unpickling import read_metadata
 from holdfast.distributed._tensors import Unstorable, code_of
 from holdfast.errors import CorruptedError, IncompatibleVersionError
@@ -124,13 +117,7 @@ def _value(folder: Path, metadata: Any, key: str, kind: Any) -> Any:
             f"value {key!r}: {error.message} (--tensors-only leaves values out)", path=str(path)
         ) from error
     check_tree(value, str(path))
-    return _lifted(value, path)
-
-
-def _lifted(value: Any, path: Path) -> Any:
-    if isinstance(value, torch.Tensor):
-        return memory_tensor(value, path)
-    return rebuilt(value, lambda each: _lifted(each, path)) if is_container(value) else value
+    return lifted(value, path, size=info.length, known={})
 
 
 def _info(folder: Path, metadata: Any, index: Any) -> Any:

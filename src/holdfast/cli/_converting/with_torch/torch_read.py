@@ -34,10 +34,13 @@ from holdfast.reshard import Box, split_box
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NOT_DENSE: Final = "is sparse, nested or quantized; only dense ones are converted"
+_ALLOWED_BYTES: Final = 1024**3
 _MOST_TIMES: Final = 10_000
-"""How often a tensor may repeat the bytes of its file, as one that was expanded does."""
+"""What a tensor may come to of however few bytes, as one that was expanded does; and if it is
+larger than that, how many times the size of its file."""
 
 _PICKLE: Final = "data.pkl"
+_HEADER: Final = struct.Struct("<26xHH")  # of a member of an archive; it ends with two lengths
 _NO_ARCHIVE: Final = (
     zipfile.BadZipFile,
     EOFError,
@@ -57,7 +60,7 @@ def read_file(path: Path) -> Contents:
         if not file.read(len(ZIP)).startswith(ZIP):
             tree = loaded(file, path, "cpu")
             check_tree(tree, str(path))
-            return Contents(tree=_lifted(tree, path, {}))
+            return Contents(tree=lifted(tree, path, size=size, known={}))
         tree = loaded(file, path, "meta")
     check_tree(tree, str(path))
     return Contents(tree=located(tree, path, start=0, size=size))
@@ -111,7 +114,8 @@ def _check_archive(file: BinaryIO | io.BytesIO, path: Path) -> None:
             if not packed:
                 for each in archive.infolist():
                     if each.filename.endswith(_PICKLE):
-                        check_nesting(archive.read(each), path=str(path))
+                        data = archive.read(each) if each.CRC else _unchecked(file, each)
+                        check_nesting(data, path=str(path))
     except _NO_ARCHIVE as error:
         raise CorruptedError(
             f"this file is cut short or damaged: {_first_line(error)}", path=str(path)
@@ -121,6 +125,16 @@ def _check_archive(file: BinaryIO | io.BytesIO, path: Path) -> None:
             f"{packed[0].filename!r} is compressed in this archive, which torch.save never does",
             path=str(path),
         )
+
+
+def _unchecked(file: BinaryIO | io.BytesIO, member: zipfile.ZipInfo) -> bytes:
+    """An uncompressed member without a CRC, as ``set_crc32_options(False)`` has them saved, which
+    ``zipfile`` takes for damaged. It follows its header, the name, and what is extra."""
+    end = file.seek(0, io.SEEK_END)
+    file.seek(member.header_offset)
+    name, extra = _HEADER.unpack(file.read(_HEADER.size))
+    start = file.seek(member.header_offset + _HEADER.size + name + extra)
+    return file.read(max(0, min(member.file_size, end - start)))
 
 
 def located(value: Any, path: Path, *, start: int, size: int, known: Any = None) -> Any:
@@ -153,7 +167,7 @@ def _located(tensor: Any, path: Path, start: int, size: int, known: dict[Any, Te
 
 def check_within(part: FilePart, itemsize: int, end: int, size: int) -> None:
     """``CorruptedError`` for a part that leaves its bytes, which end at ``end``, and for one that
-    is the same few bytes of a file of ``size`` over and over, beyond all measure."""
+    is the same few bytes of an archive of ``size`` over and over, beyond all measure."""
     shape, path = part.box.shape, str(part.path)
     if part.end(itemsize) > end or any(stride < 0 for stride in part.strides):
         raise CorruptedError(
@@ -162,31 +176,32 @@ def check_within(part: FilePart, itemsize: int, end: int, size: int) -> None:
     _check_measure(shape, part.box.size * itemsize, size, part.path)
 
 
-def _check_measure(shape: tuple[int, ...], nbytes: int, stored: int, path: Path) -> None:
-    if nbytes > _MOST_TIMES * stored:
+def _check_measure(shape: tuple[int, ...], nbytes: int, size: int, path: Path) -> None:
+    if nbytes > max(_ALLOWED_BYTES, _MOST_TIMES * size):
         raise CorruptedError(
-            f"a tensor of shape {shape} is {nbytes} bytes, made of {stored} over and over; this is "
-            "damaged or meant to do harm",
+            f"a tensor of shape {shape} is {nbytes} bytes, made of {size} or fewer over and over; "
+            "this is damaged or meant to do harm",
             path=str(path),
         )
 
 
-def _lifted(value: Any, path: Path, known: dict[Any, Tensor]) -> Any:
-    """A tree whose tensors are in memory already."""
+def lifted(value: Any, path: Path, *, size: int, known: dict[Any, Tensor]) -> Any:
+    """A loaded tree with tensors that torch has in memory, of the ``size`` bytes of an archive."""
     if isinstance(value, torch.Tensor):
         key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         if not value.numel() or key not in known:
-            known[key] = memory_tensor(value, path)
+            known[key] = _in_memory(value, path, size)
         return known[key]
-    return rebuilt(value, lambda each: _lifted(each, path, known)) if is_container(value) else value
+    if is_container(value):
+        return rebuilt(value, lambda each: lifted(each, path, size=size, known=known))
+    return value
 
 
-def memory_tensor(tensor: Any, path: Path) -> Tensor:
-    """A tensor that torch has in memory."""
+def _in_memory(tensor: Any, path: Path, size: int) -> Tensor:
     dtype, itemsize = _checked(tensor, path), tensor.element_size()
     local = check_storable(tensor)
     whole = Box.whole(tuple(local.shape))
-    _check_measure(whole.shape, whole.size * itemsize, local.untyped_storage().nbytes(), path)
+    _check_measure(whole.shape, whole.size * itemsize, size, path)
 
     def pieces() -> Iterator[memoryview]:
         if local.is_contiguous() and local.numel():
