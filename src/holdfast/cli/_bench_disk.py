@@ -1,6 +1,7 @@
 """The bare disk: a file written and read past the page cache, in blocks, by a few threads. What
 anything that keeps bytes on this disk is to be compared with."""
 
+import functools
 import mmap
 import os
 import secrets
@@ -19,8 +20,7 @@ def bare_write(path: Path, nbytes: int) -> None:
     path.unlink(missing_ok=True)
     fd = _opened(path, os.O_RDWR | os.O_CREAT)
     try:
-        with mmap.mmap(-1, _BLOCK) as block, memoryview(block) as view:
-            block.write(secrets.token_bytes(_BLOCK))
+        with memoryview(_noise()) as view:
             os.posix_fallocate(fd, 0, _in_pages(nbytes))
 
             def move(at: int, size: int) -> int:
@@ -66,6 +66,14 @@ def _opened(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError:
         return os.open(path, flags, 0o600)
+
+
+@functools.cache
+def _noise() -> mmap.mmap:
+    """A block that cannot be compressed. Made once: it takes longer than to write it."""
+    block = mmap.mmap(-1, _BLOCK)
+    block.write(secrets.token_bytes(_BLOCK))
+    return block
 
 
 def _in_pages(nbytes: int) -> int:
