@@ -63,14 +63,25 @@ def test_a_damaged_one_is_passed_over_and_retention_is_kept_to(tmp_path):
     assert losses == {step: whole[step] for step in range(9, 17)}
 
 
+def test_a_step_that_is_there_is_replaced_whatever_the_options_say(tmp_path):
+    accelerator, _ = prepared(seedable=False, seed=0)
+    options = SaveOptions(overwrite=False)
+    with AcceleratorCheckpoint(accelerator, tmp_path, options) as checkpoint:
+        checkpoint.save(1, metrics={"loss": 2.0}).result()
+        checkpoint.save(1, metrics={"loss": 1.0}).result()
+    (only,) = Catalog(tmp_path).list()
+    assert only.metrics == {"loss": 1.0}
+
+
 def test_what_cannot_be_kept_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not None"):
         AcceleratorCheckpoint(None, tmp_path)
     with pytest.raises(ValueError, match="has no model yet"):
         AcceleratorCheckpoint(Accelerator(cpu=True), tmp_path)
     accelerator, (*_, loader) = prepared(seedable=False, seed=0)
-    with pytest.raises(ValueError, match="step is given to every save"):
-        AcceleratorCheckpoint(accelerator, tmp_path, SaveOptions(step=3))
+    for step in (0, 3):
+        with pytest.raises(ValueError, match="step is given to every save"):
+            AcceleratorCheckpoint(accelerator, tmp_path, SaveOptions(step=step))
     with AcceleratorCheckpoint(accelerator, tmp_path) as checkpoint:
         with pytest.raises(ValueError, match=r"what accelerator\.prepare has returned"):
             checkpoint.batches([torch.ones(1)])

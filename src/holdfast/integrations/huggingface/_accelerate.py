@@ -41,9 +41,10 @@ class AcceleratorCheckpoint:
 
     Make it after ``accelerator.prepare``. Models, optimizers, schedulers, the scaler of FP16,
     registered objects, the random generators of every rank and the order and place of its data are
-    saved; ``storage`` is a path, a URL, a ``Storage`` or all ``CheckpointOptions``, ``options`` are
-    those of every save, but for name, step and metrics. All ranks call every method. A context
-    manager: leaving it waits for the last save, and raises its error.
+    saved; ``storage`` is a path, a URL, a ``Storage`` or all ``CheckpointOptions``. ``options`` are
+    those of every save: name, step and metrics are refused there, and ``overwrite`` is always on,
+    whatever they say. All ranks call every method. A context manager: leaving it waits for the last
+    save, and raises its error.
     """
 
     def __init__(
@@ -174,6 +175,6 @@ def _check(accelerator: Any) -> None:
 def _checked(options: SaveOptions) -> SaveOptions:
     _checks.instance("options", options, SaveOptions)
     for name in ("checkpoint_prefix", "step", "metrics"):
-        if getattr(options, name):
+        if getattr(options, name) not in (None, {}):
             raise ValueError(f"{name} is given to every save")
     return options
