@@ -5,12 +5,11 @@ takes its place, and knows what it knows: the lists that ``prepare`` has filled.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import accelerate  # type: ignore[import-untyped]
-from accelerate.data_loader import SeedableRandomSampler, skip_first_batches  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 
 from holdfast import _checks
@@ -24,7 +23,8 @@ from holdfast.distributed import (
     SaveOptions,
     per_rank,
 )
-from holdfast.distributed._rng import RngFill, capture_rng
+from holdfast.distributed._rng import capture_rng
+from holdfast.integrations.huggingface._loader import Loader
 from holdfast.storage import StorageOptions
 
 _LIBRARY: Final = "accelerate"
@@ -41,9 +41,10 @@ class AcceleratorCheckpoint:
 
     Make it after ``accelerator.prepare``. Models, optimizers, schedulers, the scaler of FP16,
     registered objects, the random generators of every rank and the order and place of its data are
-    saved; ``storage`` is a path, a URL, a ``Storage`` or all ``CheckpointOptions``, ``options`` are
-    those of every save, but for name, step and metrics. All ranks call every method. A context
-    manager: leaving it waits for the last save, and raises its error.
+    saved; ``storage`` is a path, a URL, a ``Storage`` or all ``CheckpointOptions``. ``options`` are
+    those of every save: name, step and metrics are refused there, and ``overwrite`` is always on,
+    whatever they say. All ranks call every method. A context manager: leaving it waits for the last
+    save, and raises its error.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class AcceleratorCheckpoint:
             else CheckpointOptions(storage=storage)
         )
         self._checkpoint = DistributedCheckpoint.create(options=given)
-        self._loaders = [_Loader(each) for each in accelerator._dataloaders]  # noqa: SLF001
+        self._loaders: list[Loader] = []
+        self._loaders += [Loader(each, self._loaders) for each in accelerator._dataloaders]  # noqa: SLF001
         self._rng: dict[str, object] | None = None
 
     def __enter__(self) -> Self:
@@ -101,18 +103,23 @@ class AcceleratorCheckpoint:
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """The batches of one epoch of a prepared ``loader``; after ``resume`` those that are left
-        of the epoch in which it was saved, in the same order and with the same random numbers.
-        Saves know where in its data a loop over this is."""
+        of the epoch in which it was saved, with the same rows in the same order. With the first of
+        them the random generators are as they were after the save. That is not exact if a dataset
+        or collator draws from them: batches are made ahead of time, and those before not again.
+
+        Saves know where in its data a loop over this is. One that was left by ``break`` keeps its
+        place for a process that goes on with it first. Inside of the loop over another loader, as
+        an evaluation may be, it is over then, and the next one begins anew."""
         found = [each for each in self._loaders if each.loader is loader]
         if not found:
             raise ValueError("loader must be what accelerator.prepare has returned, before this")
-        return found[0].batches(self._draw_on)
+        return found[0].batches(self._where_to_go_on)
 
-    def _draw_on(self) -> None:
-        """Have random numbers go on from where they were when it was saved."""
-        if self._rng is not None:
-            RngFill(self._rng).apply()
-            self._rng = None
+    def _where_to_go_on(self) -> Mapping[str, object]:
+        """The state in which the generators belong: once after ``resume`` that of the save,
+        whatever was drawn since; from then on the one that they are in."""
+        saved, self._rng = self._rng, None
+        return capture_rng() if saved is None else saved
 
     def _parts(self) -> tuple[Any, Any, dict[str, object]]:
         """The first model and optimizer, and all else by what it is and its number."""
@@ -148,75 +155,6 @@ class _Accumulation:
         self.accelerator.step = int(state["step"])
 
 
-@dataclass(slots=True)
-class _Loader:
-    """Where a prepared loader is: how many batches of an epoch were given, and what the order of
-    its data comes from, when the epoch began and now. That may be the random generators of all."""
-
-    loader: Any
-    done: int = 0
-    order: dict[str, Any] = field(default_factory=dict)
-    rng: Mapping[str, object] = field(default_factory=capture_rng)
-    left_out: int = 0
-    """How many batches the next epoch leaves out, as they were given before."""
-
-    def state_dict(self) -> dict[str, object]:
-        return {"done": self.done, "order": self.order, "rng": self.rng, "now": self._order()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        names = self._order().keys()
-        if state["now"].keys() != names:
-            raise ValueError(
-                f"the order of a data loader was saved as {', '.join(state['now'])}, and would be "
-                f"{', '.join(names)} now; prepare it as the run was that was saved"
-            )
-        RngFill(state["rng"])  # refused here, and not in the middle of the training
-        done = int(state["done"])
-        is_over = hasattr(self.loader, "__len__") and done >= len(self.loader)
-        self.left_out = 0 if is_over else done
-        self.rng = state["rng"]
-        self._put(state["order"] if self.left_out else state["now"])
-        self.loader.iteration += is_over  # which it counts after its last batch was given
-
-    def batches(self, before_first: Callable[[], None]) -> Iterator[Any]:
-        """One epoch, or what is left of it. ``before_first`` is called just before the first batch
-        that is left is given: to set up a loader draws random numbers, too."""
-        left_out, self.left_out = self.left_out, 0
-        if left_out:
-            RngFill(self.rng).apply()
-        self.done, self.order, self.rng = left_out, self._order(), capture_rng()
-        loader = skip_first_batches(self.loader, left_out) if left_out else self.loader
-        for nth, batch in enumerate(loader):
-            if nth == 0 and left_out:
-                before_first()
-            self.done += 1
-            yield batch
-        self.done, self.loader.iteration = 0, loader.iteration
-
-    def _order(self) -> dict[str, Any]:
-        """What the order of an epoch comes from, beside the generators of all."""
-        found: dict[str, Any] = {"iteration": self.loader.iteration}
-        sampler = self.loader.get_sampler()
-        if isinstance(sampler, SeedableRandomSampler):
-            found["seed"] = sampler.initial_seed
-        elif self._generator is not None:
-            found["generator"] = self._generator.get_state()
-        return found
-
-    def _put(self, order: Mapping[str, Any]) -> None:
-        self.loader.iteration = int(order["iteration"])
-        if "seed" in order:
-            self.loader.get_sampler().initial_seed = int(order["seed"])
-        elif "generator" in order:
-            self._generator.set_state(order["generator"])
-
-    @property
-    def _generator(self) -> Any:
-        """The sampler's own, or the one that Accelerate keeps alike on all ranks."""
-        own = getattr(self.loader.get_sampler(), "generator", None)
-        return getattr(self.loader, "synchronized_generator", None) if own is None else own
-
-
 def _check(accelerator: Any) -> None:
     """``ValueError`` for what is no ``Accelerator`` that can be kept."""
     if not isinstance(accelerator, accelerate.Accelerator):
@@ -237,6 +175,6 @@ def _check(accelerator: Any) -> None:
 def _checked(options: SaveOptions) -> SaveOptions:
     _checks.instance("options", options, SaveOptions)
     for name in ("checkpoint_prefix", "step", "metrics"):
-        if getattr(options, name):
+        if getattr(options, name) not in (None, {}):
             raise ValueError(f"{name} is given to every save")
     return options
