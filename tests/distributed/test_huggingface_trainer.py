@@ -331,7 +331,7 @@ def test_a_trainer_that_cannot_be_kept_is_refused(tmp_path, monkeypatch, options
 @pytest.mark.parametrize(
     "options",
     [
-        {"step": 3},
+        {"step": 0},
         {"checkpoint_prefix": "x"},
         {"metrics": {"a": 1.0}},
         {"include_optimizer": False},

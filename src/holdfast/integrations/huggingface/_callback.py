@@ -234,7 +234,7 @@ def _rank_0(rank: int, world_size: int, saved: int) -> int:
 def _checked(options: SaveOptions) -> SaveOptions:
     _checks.instance("options", options, SaveOptions)
     for name in ("checkpoint_prefix", "step", "metrics"):
-        if getattr(options, name):
+        if getattr(options, name) not in (None, {}):
             raise ValueError(f"{name} is the callback's to choose, for every save another")
     for name in ("include_optimizer", "include_rng_state"):
         if not getattr(options, name):
