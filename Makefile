@@ -61,4 +61,4 @@ emulators: setup
 	npm install --no-fund --no-audit --prefix .venv/azurite azurite
 
 clean:
-	rm -rf .venv build .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf .venv build .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
