@@ -27,11 +27,11 @@ from torch.optim import (
 
 from holdfast.precision import MixedPrecisionOptimizer, MixedPrecisionOptions
 from holdfast.precision._blocked_step import BlockedStep
-from holdfast.precision._blocks import BLOCK, LANES, blocks_of
+from holdfast.precision._blocks import BLOCK, FUSED_BLOCK, LANES, blocks_of
 from holdfast.precision._parted_step import PartedStep
 from holdfast.precision._plain_step import PlainStep
 
-SHAPES = [(BLOCK + 12_345,), (7,), (33, 5), (BLOCK - 3,), (1,), ()]
+SHAPES = [(FUSED_BLOCK + 12_345,), (7,), (33, 5), (FUSED_BLOCK - 3,), (1,), ()]
 SMALL = [(33, 5), (7,), (), (4, 3, 2, 2)]
 
 FUSED = {

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from holdfast.precision import MixedPrecisionOptimizer, MixedPrecisionOptions
-from holdfast.precision._blocks import BLOCK
+from holdfast.precision._blocks import FUSED_BLOCK
 from holdfast.precision._remainder import joined, rounded, split_into
 
 PART = 1 << 22
@@ -103,7 +103,7 @@ def test_masters_are_those_of_fp32_storage(kind):
 
 
 def test_in_blocks():
-    shapes = ((BLOCK + 12_345,), (7,))
+    shapes = ((FUSED_BLOCK + 12_345,), (7,))
     whole = trained(made(FUSED["AdamW"], "fp32", shapes), 2)
     split = trained(made(FUSED["AdamW"], "remainder", shapes), 2)
     for name, master in whole.master_weights.items():

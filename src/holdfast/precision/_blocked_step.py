@@ -12,7 +12,17 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
-from holdfast.precision._blocks import Scratch, Span, Tensors, blocks_of, cut, flat, laid_as, part
+from holdfast.precision._blocks import (
+    FUSED_BLOCK,
+    Scratch,
+    Span,
+    Tensors,
+    blocks_of,
+    cut,
+    flat,
+    laid_as,
+    part,
+)
 from holdfast.precision._gradients import Gradient, Measured, measured
 from holdfast.precision._kernels import Held, Kernel, Kind, has_hooks
 from holdfast.precision._masters import Pair, local_of
@@ -158,7 +168,7 @@ def _laid_out(pairs: Sequence[Pair], held: Sequence[Held], *, whole: bool) -> _L
             pair.remainder = laid_as(pair.remainder, pair.weight)
     masters = [flat(local_of(pair.master.detach())) for pair in pairs]
     sizes = tuple(master.numel() for master in masters)
-    blocks = blocks_of(sizes, max(1, sum(sizes))) if whole else blocks_of(sizes)
+    blocks = blocks_of(sizes, max(1, sum(sizes)) if whole else FUSED_BLOCK)
     weights = [flat_weight(pair) for pair in pairs]
     return _Layout(
         blocks=[_block(spans, pairs, masters, held, weights) for spans in blocks],

@@ -15,6 +15,10 @@ BLOCK: Final = 1 << 19
 """Elements of a block: what Adam touches of it is 11 MiB, which a last cache holds. Of smaller
 ones the calls cost more than a nearer cache gains."""
 
+FUSED_BLOCK: Final = 2 * BLOCK
+"""The same where torch's kernels step, each of which touches a block once: those lose less to a
+farther cache than they gain by fewer calls."""
+
 LANES: Final = 64
 """Elements that any kernel takes at once, or a multiple of them."""
 
