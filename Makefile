@@ -16,7 +16,7 @@ demo: setup
 	$(BIN)/holdfast demo
 
 test: setup
-	sh tools/test $(BIN)/python
+	$(BIN)/python -m pytest
 
 check: setup
 	$(BIN)/ruff check .
