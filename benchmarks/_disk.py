@@ -4,7 +4,6 @@ Knows nothing of time: who calls, measures.
 """
 
 import ctypes
-import mmap
 import os
 import tempfile
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+
+from holdfast.storage._pages import aligned_memory
 
 T = TypeVar("T")
 
@@ -35,12 +36,12 @@ def raw_write(path: Path, size_bytes: int, threads: int) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     try:
         os.posix_fallocate(fd, 0, size_bytes)
-        block = mmap.mmap(-1, BLOCK_BYTES)
-        block.write(np.random.default_rng(0).bytes(BLOCK_BYTES))
+        block = aligned_memory(BLOCK_BYTES)
+        block[:] = np.random.default_rng(0).bytes(BLOCK_BYTES)
 
         def work(first: int) -> None:
             for at in range(first * BLOCK_BYTES, size_bytes, threads * BLOCK_BYTES):
-                piece = memoryview(block)[: size_bytes - at]
+                piece = block[: size_bytes - at]
                 if os.pwrite(fd, piece, at) != len(piece):
                     raise OSError("short write")
 
@@ -56,9 +57,9 @@ def raw_read(path: Path, threads: int) -> None:
         size_bytes = os.fstat(fd).st_size
 
         def work(first: int) -> None:
-            block = mmap.mmap(-1, BLOCK_BYTES)
+            block = aligned_memory(BLOCK_BYTES)
             for at in range(first * BLOCK_BYTES, size_bytes, threads * BLOCK_BYTES):
-                piece = memoryview(block)[: size_bytes - at]
+                piece = block[: size_bytes - at]
                 if os.preadv(fd, [piece], at) != len(piece):
                     raise OSError("short read")
 

@@ -1,14 +1,16 @@
 """How the benchmarks measure: candidates side by side in one run, and what is said of them.
 
 Machines differ and drift, so a benchmark compares: every repeat times each candidate once, in
-turn, and the order rotates from repeat to repeat, so that a slow second hits all of them alike.
+turn, and in another order from repeat to repeat, so that a slow second hits all of them alike and
+none always comes after the same one.
 """
 
 import concurrent.futures
 import multiprocessing
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,8 +62,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One number, what it should be, and whether it is. ``spread`` is the p10-p90 range of
-    ``values``, of which the number is the median."""
+    """One number, what it should be, and whether it is. ``spread`` is the range of ``values``, of
+    which the number is the median; from ten of them on that of p10 to p90."""
 
     name: str
     value: float
@@ -88,14 +90,19 @@ def interleaved(
     """
     if repeats < 1 or calls < 1:
         raise ValueError(f"repeats={repeats} and calls={calls} must be at least 1")
-    names = list(candidates)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for repeat in range(repeats):
-        turn = repeat % len(names) if names else 0
-        for name in names[turn:] + names[:turn]:
+        for name in in_turn(candidates, repeat):
             prepare(name)
             seconds[name].append(_seconds_per_call(candidates[name], calls))
     return seconds
+
+
+def in_turn(names: Iterable[str], repeat: int) -> list[str]:
+    """The order of a repeat: any, but always the same."""
+    ordered = [*names]
+    random.Random(repeat).shuffle(ordered)
+    return ordered
 
 
 def _seconds_per_call(call: Callable[[], object], calls: int) -> float:
@@ -127,15 +134,15 @@ def ratios(those: Sequence[float], these: Sequence[float]) -> list[float]:
 
 
 def low_and_high(values: Sequence[float]) -> tuple[float, float]:
-    """The p10 and the p90."""
-    if len(values) == 1:
-        return values[0], values[0]
+    """The p10 and the p90; of fewer than ten values the least and the greatest."""
+    if len(values) < 10:
+        return min(values), max(values)
     deciles = statistics.quantiles(values, n=10, method="inclusive")
     return deciles[0], deciles[-1]
 
 
 def spread(values: Sequence[float], *, scale: float = 1.0, digits: int = 3) -> str:
-    """The p10-p90 range of ``values``, each times ``scale``."""
+    """The range of ``values`` as ``low_and_high`` has it, each times ``scale``."""
     low, high = low_and_high(values)
     return f"{low * scale:.{digits}f}\N{EN DASH}{high * scale:.{digits}f}"
 

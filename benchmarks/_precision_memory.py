@@ -1,13 +1,8 @@
 """A process that says how many bytes it holds: ``_precision_memory.py kind parameters steps``.
 
-<<<<<<< HEAD
-``fused``, ``remainder`` and ``not fused`` are AdamW with BF16 weights after three steps, gradients
-included, ``by its own step`` is one that is stepped all at once; ``growth`` is what 1,000 steps add
-to the first 100.
-=======
-``fused``, ``remainder`` and ``plain`` are AdamW with BF16 weights after so many steps, gradients
-included; ``growth`` is what that many add to the first 100.
->>>>>>> c344eed39fdb56e4d9f72becb473ce149b4bd093
+``fused``, ``remainder`` and ``not fused`` are AdamW with BF16 weights after so many steps,
+gradients included, ``by its own step`` is one that is stepped all at once; ``growth`` is what that
+many steps add to the first 100.
 """
 
 import ctypes

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from _measure import Measurement, spread
 from _results import Outcome, Run
 
-HEADER = ("benchmark", "measured", "value", "p10\N{EN DASH}p90", "target", "result")
+HEADER = ("benchmark", "measured", "value", "range", "target", "result")
 
 NO_NUMBERS = "it shows that all works. Its numbers mean nothing."
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from _disk import status
+from _measure import in_turn
 from _savers import PREFIX, Holdfast, Saver, saver_of
 from _training import Batch, Copy, HookTimes, LowRank, Shape, Training
 from holdfast import CheckpointOptions, DistributedCheckpoint, SaveOptions
@@ -87,10 +88,9 @@ def tear_down(rank: int) -> None:
         saver.close()
 
 
-def rotated(names: Sequence[str], repeats: int) -> Iterator[str]:
+def turns(names: Sequence[str], repeats: int) -> Iterator[str]:
     for repeat in range(repeats):
-        turn = repeat % len(names)
-        yield from (*names[turn:], *names[:turn])
+        yield from in_turn(names, repeat)
 
 
 def held_up(
@@ -104,7 +104,7 @@ def held_up(
     for name in names:
         if name != "copy":
             here.saver(name)
-    for name in rotated(names, repeats):
+    for name in turns(names, repeats):
         here.training.step(batch)
         dist.barrier()
         found[name].append(
@@ -162,7 +162,7 @@ def loops(
     found: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         here.saver(name)
-    for name in rotated(names, repeats):
+    for name in turns(names, repeats):
         saver = here.saver(name)
         here.training.step(batch)
         os.sync()

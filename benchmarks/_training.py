@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.distributed._fresh import in_large_pages
+
 Batch = tuple[int, int]
 """Texts at a time, and tokens in each."""
 
@@ -102,7 +104,9 @@ class Copy:
     """The plain copy of a state that a save is compared with, into memory that is there."""
 
     def __init__(self, training: Training) -> None:
-        self._pairs = [(tensor, torch.zeros_like(tensor)) for tensor in training.flat()]
+        self._pairs = [
+            (tensor, in_large_pages(torch.empty_like(tensor))) for tensor in training.flat()
+        ]
         self.seconds()
 
     def seconds(self) -> float:

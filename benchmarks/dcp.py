@@ -3,9 +3,10 @@
 The same calls, ``dcp.save`` and ``dcp.load``, of the same model and Adam state, once with
 ``HoldfastWriter`` and ``HoldfastReader`` and once with ``FileSystemWriter`` and
 ``FileSystemReader``, on 1 and on 2 ranks. Both are durable when they return: ``sync_files`` is on.
-A load is cold, dropped from the page cache, or warm; both fill the state's own tensors. DCP writes
-with 1, 2 or 4 threads, and the best of the three, by its median in this run, is compared with.
-Times begin when every rank waits for its next call, and end when the slowest is done.
+A load is cold, dropped from the page cache, or warm, in it; both fill the state's own tensors.
+DCP writes with 1, 2 or 4 threads, and the best of the three, by its median in this run, is compared
+with. Beside cold loads the bare disk is read, too, by every rank on 1, 2 or 4 threads. Times begin
+when every rank waits for its next call, and end when the slowest is done.
 """
 
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from _disk import cold, in_folder
+from _disk import RAW, cold, in_folder, raw_read, raw_write, warm
 from _measure import (
     FULL,
     MIB,
@@ -70,20 +71,31 @@ def compared(extent: Extent, folder: Path, *, ranks: int, small: int | None) -> 
         loads: dict[str, Callable[[], object]] = {
             name: partial(on_ranks, gang, load, name) for name in names
         }
-        from_disk = interleaved(loads, repeats=repeats, prepare=lambda _: cold(folder))
+        bare: dict[str, Callable[[], object]] = {}
+        if not small:
+            on_ranks(gang, bare_write)
+            bare = {name: partial(on_ranks, gang, bare_read, name) for name in RAW}
+        from_disk = interleaved({**bare, **loads}, repeats=repeats, prepare=lambda _: cold(folder))
         for name in names:
             on_ranks(gang, check, name)
-        from_cache = interleaved(loads, repeats=repeats)
+        from_cache = interleaved(loads, repeats=repeats, prepare=lambda name: warm(folder / name))
     what = f"{small:,} tensors of 1 KiB" if small else f"{ranks} rank{'s' * (ranks > 1)}"
-    return [
-        measurement
-        for verb, seconds, least in (
-            ("save", saved, SAVE_TIMES),
-            ("cold load", from_disk, LOAD_TIMES),
-            ("warm load", from_cache, LOAD_TIMES),
+    found: list[Measurement] = []
+    if bare:
+        pairs = ratios(from_disk[fastest(from_disk, tuple(RAW))], from_disk[HOLDFAST])
+        found.append(told(f"dcp cold load, {what}, of the bare disk's speed", pairs, "x"))
+        # What a reader that is as fast as the disk would reach: the target may lie beyond it.
+        best = ratios(
+            from_disk[fastest(from_disk, tuple(DCP))], from_disk[fastest(from_disk, tuple(RAW))]
         )
-        for measurement in _told(f"dcp {verb}, {what}", seconds, least, None if small else size)
-    ]
+        found.append(told(f"dcp cold load, {what}, bare disk, times as fast as DCP", best, "x"))
+    for verb, seconds, least in (
+        ("save", saved, SAVE_TIMES),
+        ("cold load", from_disk, LOAD_TIMES),
+        ("warm load", from_cache, LOAD_TIMES),
+    ):
+        found += _told(f"dcp {verb}, {what}", seconds, least, None if small else size)
+    return found
 
 
 class Here:
@@ -125,6 +137,16 @@ def load(rank: int, name: str) -> None:
     path = here.folder / name / "a"
     reader = HoldfastReader(path) if name == HOLDFAST else dcp.FileSystemReader(path)
     dcp.load(dict(here.into), storage_reader=reader, no_dist=here.alone)
+
+
+def bare_write(rank: int) -> None:
+    """As many bytes as this rank loads, in a file of its own."""
+    here = HERE[0]
+    raw_write(here.folder / f"bare-{rank}", sum(each.nbytes for each in _local(here.saved)), 2)
+
+
+def bare_read(rank: int, name: str) -> None:
+    raw_read(HERE[0].folder / f"bare-{rank}", RAW[name])
 
 
 def check(rank: int, name: str) -> None:

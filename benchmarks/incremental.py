@@ -5,6 +5,7 @@ its peers save all of it; everything is timed until it is durable. What an incre
 is what its folder holds. It reads and digests all tensors, so it is never free.
 """
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def _changing(extent: Extent, folder: Path, *, changed: int) -> list[Measurement
             first = changed * len(prefixes)
             for n in range(first, first + changed):
                 state[f"leaf{n % LEAVES}"].add_(1.0)
+            os.sync()
         else:
             whole[name].clear()
 

@@ -1,8 +1,9 @@
 """What rank 0 does to plan and record a save of 8,192 ranks x 1,000 tensors, with no ranks.
 
-Simulated are the payloads the ranks would send: the digest of their leaf list, one list, and the
-name, size and digest of the file each wrote. Timed is what rank 0 does with them: decode all,
-group, plan, and encode the commit record of all tensors and files, which reads it back as a check.
+Simulated is what the ranks would send: the digest of their leaf list, one list, and the summary of
+the file each wrote. Timed is what rank 0 does with it, by the product's own code: group and plan,
+decode all summaries, encode the commit record of all tensors and files, which reads it back as a
+check, and store it durably. How long the sending takes is not in it.
 Every layout runs in processes of its own, so that the peak of their memory is that of one plan.
 ``uneven`` is hard on purpose: every tensor has another size, none a multiple of the ranks.
 """
@@ -11,13 +12,14 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-import msgspec
-
-from _disk import status
+from _disk import in_folder, status
 from _measure import FULL, MIB, Extent, Measurement, at_most, in_a_process
-from holdfast.catalog._placing import placement_of_grid
-from holdfast.format import CommitRecord, StoredFile, StoredTensor, encode_record
+from holdfast.distributed._borrowing import Borrowed
+from holdfast.distributed._summary import Summary, files_of, tensors_of
+from holdfast.format import CommitRecord, StoredFile, encode_record
 from holdfast.reshard import (
     IndexRuns,
     Layout,
@@ -31,6 +33,7 @@ from holdfast.reshard import (
     group_ranks,
     plan_save,
 )
+from holdfast.storage import LocalStorage
 
 RANKS = 8192
 TENSORS = 1000
@@ -49,9 +52,13 @@ class Job:
     shape_of: Callable[[int], Shape]
 
 
-class Payload(msgspec.Struct):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """By all ranks: the digests of their leaf lists, the list that all share, and summaries."""
+
+    digests: list[bytes]
     leaves: bytes
-    files: list[StoredFile]
+    summaries: list[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +121,21 @@ def measure(extent: Extent = FULL) -> list[Measurement]:
 
 def as_rank_0(name: str, ranks: int, tensors: int) -> Outcome:
     """What rank 0 does, in a process of its own."""
-    payloads, leaf_list = _sent_by_ranks(JOBS[name], ranks, tensors)
+    sent = _sent_by_ranks(JOBS[name], ranks, tensors)
+    return in_folder(partial(_timed, sent))
+
+
+def _timed(sent: Sent, folder: Path) -> Outcome:
+    storage = LocalStorage(folder)
     before = status("VmRSS")
     start = time.perf_counter()
-    record = _of_rank_0(payloads, leaf_list)
+    stored = storage.create("a/metadata.json", _of_rank_0(sent))
     seconds = time.perf_counter() - start
     extra = status("VmHWM") - before
-    return Outcome(seconds=seconds, peak_mib=extra / MIB, record_mib=len(record) / MIB)
+    return Outcome(seconds=seconds, peak_mib=extra / MIB, record_mib=stored.size_bytes / MIB)
 
 
-def _sent_by_ranks(job: Job, ranks: int, tensors: int) -> tuple[list[bytes], bytes]:
+def _sent_by_ranks(job: Job, ranks: int, tensors: int) -> Sent:
     layout = Layout(
         mesh_shape=job.mesh_of(ranks),
         ranks=IndexRuns(runs=((0, 1, ranks),)),
@@ -140,50 +152,40 @@ def _sent_by_ranks(job: Job, ranks: int, tensors: int) -> tuple[list[bytes], byt
         for index in range(tensors)
     )
     listed = LeafList(leaves=leaves, layouts=(layout,))
-    digest = listed.digest()
-    payloads = [
-        msgspec.msgpack.encode(
-            Payload(
-                leaves=digest,
-                files=[
-                    StoredFile(
-                        name=f"shard-{rank}-{ATTEMPT}.safetensors",
-                        size_bytes=10**9 + rank,
-                        digest=hashlib.blake2b(rank.to_bytes(8), digest_size=16).hexdigest(),
-                    )
-                ],
+    summaries = [
+        Summary(
+            files=(
+                StoredFile(
+                    name=f"shard-{rank}-{ATTEMPT}.safetensors",
+                    size_bytes=10**9 + rank,
+                    digest=hashlib.blake2b(rank.to_bytes(8), digest_size=16).hexdigest(),
+                ),
             )
-        )
+        ).encode()
         for rank in range(ranks)
     ]
-    return payloads, listed.encode()
+    return Sent(digests=[listed.digest()] * ranks, leaves=listed.encode(), summaries=summaries)
 
 
-def _of_rank_0(payloads: list[bytes], leaf_list: bytes) -> bytes:
-    decoder = msgspec.msgpack.Decoder(Payload)
-    received = [decoder.decode(payload) for payload in payloads]
+def _of_rank_0(sent: Sent) -> bytes:
     groups = [
-        RankGroup(ranks=ranks, leaves=LeafList.decode(leaf_list))
-        for ranks in group_ranks([payload.leaves for payload in received])
+        RankGroup(ranks=ranks, leaves=LeafList.decode(sent.leaves))
+        for ranks in group_ranks(sent.digests)
     ]
     plan = plan_save(groups)
     plan.writes_of(0)
+    summaries = [Summary.decode(each) for each in sent.summaries]
+    files = files_of(summaries)
+    borrowed = Borrowed(None, prefix="a", first=len(files))
     return encode_record(
         CommitRecord(
             state="committed",
             ordinal=1,
             attempt=ATTEMPT,
             created="2026-01-31T12:00:00Z",
-            world_size=len(payloads),
+            world_size=len(summaries),
             writer="holdfast benchmarks",
-            files=tuple(file for payload in received for file in payload.files),
-            tensors={
-                tensor.leaf.name: StoredTensor(
-                    dtype=tensor.leaf.dtype,
-                    shape=tensor.leaf.shape,
-                    placement=placement_of_grid(tensor.grid, tensor.writers),
-                )
-                for tensor in plan.tensors
-            },
+            files=files,
+            tensors=tensors_of(plan, summaries, borrowed),
         )
     )

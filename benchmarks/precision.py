@@ -10,6 +10,7 @@ gradients included. A checkpoint is made and saved beside a bare write of as man
 disk.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -19,8 +20,19 @@ from pathlib import Path
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from _disk import in_folder, raw_write
-from _measure import FULL, Extent, Measurement, Place, at_least, at_most, interleaved, ratios, told
+from _disk import RAW, in_folder, raw_write
+from _measure import (
+    FULL,
+    Extent,
+    Measurement,
+    Place,
+    at_least,
+    at_most,
+    fastest,
+    interleaved,
+    ratios,
+    told,
+)
 from holdfast.precision import (
     MixedPrecisionOptimizer,
     MixedPrecisionOptions,
@@ -121,14 +133,16 @@ def _saving(repeats: int, folder: Path) -> Measurement:
 
     save()
     size = path.stat().st_size
-    seconds = interleaved(
-        {"holdfast": save, "raw": lambda: raw_write(raw, size, 2)},
-        repeats=repeats,
-        prepare=lambda name: (path if name == "holdfast" else raw).unlink(missing_ok=True),
-    )
+
+    def prepare(name: str) -> None:
+        (path if name == "holdfast" else raw).unlink(missing_ok=True)
+        os.sync()
+
+    bare = {name: partial(raw_write, raw, size, threads) for name, threads in RAW.items()}
+    seconds = interleaved({"holdfast": save, **bare}, repeats=repeats, prepare=prepare)
     return at_least(
         "create_checkpoint + save_checkpoint: of the bare disk's speed",
-        ratios(seconds["raw"], seconds["holdfast"]),
+        ratios(seconds[fastest(seconds, tuple(RAW))], seconds["holdfast"]),
         "x",
         0.8,
     )

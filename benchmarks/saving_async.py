@@ -87,7 +87,7 @@ def stall(folder: Path, plan: Plan) -> list[Measurement]:
     """On one rank."""
     with RankGang(1) as gang:
         size = on_ranks(gang, set_up, folder, plan.shape)[0]
-        names = ("copy", ASYNC, DCP[0])
+        names = ("copy", ASYNC, *DCP)
         long = _worst(on_ranks(gang, held_up, names, plan.long, plan.repeats))
         own = ("copy", ASYNC)  # DCP's call takes as long, whatever the steps
         short = _worst(on_ranks(gang, held_up, own, plan.short, plan.repeats))
@@ -120,7 +120,7 @@ def ranks(folder: Path, plan: Plan) -> list[Measurement]:
     """Two of them under DDP. Each writes its part of what both hold, which is what is compared."""
     with RankGang(2) as gang:
         size = on_ranks(gang, set_up, folder, plan.half)[0]
-        names = ("copy", ASYNC, DCP[0], DCP[2])
+        names = ("copy", ASYNC, DCP[0], DCP[1], DCP[2])
         long = _worst(on_ranks(gang, held_up, names, plan.long, plan.repeats))
         short = _worst(on_ranks(gang, held_up, names, plan.short, plan.repeats))
         late = _worst(on_ranks(gang, held_up, names, plan.short, plan.repeats, late=True))
@@ -134,7 +134,7 @@ def ranks(folder: Path, plan: Plan) -> list[Measurement]:
 
 
 def loop(folder: Path, plan: Plan) -> list[Measurement]:
-    names = ("nothing", ASYNC, *BESIDE, DCP[0])
+    names = ("nothing", ASYNC, *BESIDE, DCP[0], DCP[2])
     with RankGang(1) as gang:
         on_ranks(gang, set_up, folder, plan.shape)
         (found,) = on_ranks(gang, loops, names, plan.loop, plan.steps, plan.repeats)

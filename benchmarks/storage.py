@@ -24,11 +24,23 @@ from _measure import (
     at_least,
     at_most,
     fastest,
+    in_a_process,
     interleaved,
     ratios,
     told,
 )
-from _peers import DCP, DCP_DEFAULT, HOLDFAST, ORBAX, SAFETENSORS, TORCH, has_orbax, peer_names, way
+from _peers import (
+    DCP,
+    DCP_DEFAULT,
+    HOLDFAST,
+    ORBAX,
+    SAFETENSORS,
+    TORCH,
+    check,
+    has_orbax,
+    peer_names,
+    way,
+)
 from holdfast.catalog import Catalog
 
 STATE_BYTES = 2048 * MIB
@@ -40,7 +52,13 @@ Seconds = Mapping[str, list[float]]
 
 
 def measure(extent: Extent = FULL) -> list[Measurement]:
-    return in_folder(partial(_measure, extent=extent))
+    found = in_folder(partial(_measure, extent=extent))
+    written, read = in_a_process(in_folder, partial(extra_of_one, extent=extent))
+    return [
+        *found,
+        at_most("extra memory of the write", [written / MIB], "MiB", EXTRA_MEMORY_MIB),
+        at_most("extra memory of the read", [read / MIB], "MiB", EXTRA_MEMORY_MIB),
+    ]
 
 
 def _measure(folder: Path, *, extent: Extent) -> list[Measurement]:
@@ -78,27 +96,26 @@ def _measure(folder: Path, *, extent: Extent) -> list[Measurement]:
         call()
         empty(name)
     written = interleaved(writes, repeats=repeats, prepare=empty)
-    for array in into.values():
-        array[:] = 0
     read = interleaved({**bare, **loads}, repeats=repeats, prepare=lambda _: cold(folder))
-    loads[HOLDFAST]()
-    for name, array in state.items():
-        if not np.array_equal(array, into[name]):
-            raise AssertionError(f"{name} was not read back as it was written")
+    for name, load in loads.items():
+        check(name, load, tensors, tensors_into)
     again = interleaved(loads, repeats=repeats, prepare=lambda name: warm(folder / name))
-    for peer in peers.values():
-        peer.clear()
-    write_extra = extra_memory(lambda: catalog.write("again", state))
-    read_extra = extra_memory(lambda: catalog.open("again").read_into(into))
     return [
         _of_the_disk("durable write", written),
         *_against("durable write", written, size, dcp_least=1),
         _of_the_disk("verified cold read", read),
         *_against("verified cold read", read, size, dcp_least=3),
         *_against("verified warm read", again, size, dcp_least=1),
-        at_most("extra memory of the write", [write_extra / MIB], "MiB", EXTRA_MEMORY_MIB),
-        at_most("extra memory of the read", [read_extra / MIB], "MiB", EXTRA_MEMORY_MIB),
     ]
+
+
+def extra_of_one(folder: Path, *, extent: Extent) -> tuple[int, int]:
+    """What a first write and a first read take beyond the state, in a process of their own."""
+    state = random_state(extent.of(STATE_BYTES), extent.of(LEAF_BYTES))
+    into = {name: np.ones_like(array) for name, array in state.items()}
+    catalog = Catalog(folder / HOLDFAST)
+    written = extra_memory(lambda: catalog.write("state", state))
+    return written, extra_memory(lambda: catalog.open("state").read_into(into))
 
 
 def random_state(size_bytes: int, leaf_bytes: int) -> dict[str, np.ndarray]:

@@ -110,6 +110,7 @@ def _all(places: Places, options: argparse.Namespace) -> int:
         "seed": str(options.seed),
         "time": f"{duration(time.monotonic() - began_s)} of {options.minutes:g} minutes, "
         f"{options.jobs} batches at a time",
+        "work": f"{duration(sum(batch.seconds for batch in batches))} in {len(batches)} batches",
         **({"ended early": ending} if ending else {}),
     }
     results = Results(run=facts, rows=tuple(sorted((*found, *unusable), key=_campaign_name)))

@@ -37,7 +37,8 @@ class Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One campaign against one subject. ``why`` explains a verdict that needs it."""
+    """One campaign against one subject. ``why`` explains a verdict that needs it; ``broken`` are
+    the batches that prove nothing."""
 
     campaign: str
     subject: str
@@ -50,6 +51,7 @@ class Row:
     is_all: bool
     facts: Mapping[str, int]
     batches: int
+    broken: int
     seconds: float
     verdict: Verdict
     why: str
@@ -73,7 +75,7 @@ class Results:
         """1 if holdfast broke a promise, 2 if a campaign is broken and proves nothing."""
         if any(row.subject == HOLDFAST and row.violated for row in self.rows):
             return 1
-        return 2 if any(row.verdict == "broken" for row in self.rows) else 0
+        return 2 if any(row.broken for row in self.rows) else 0
 
 
 def row_of(standing: Standing, batches: Collection[Batch], unavailable: str | None) -> Row:
@@ -99,6 +101,7 @@ def row_of(standing: Standing, batches: Collection[Batch], unavailable: str | No
         is_all=is_all,
         facts=dict(facts),
         batches=standing.batches,
+        broken=len(broken),
         seconds=round(standing.seconds, 1),
         verdict=verdict,
         why=why,
@@ -115,7 +118,8 @@ def _verdict(
 ) -> tuple[Verdict, str]:
     if violated:
         killed = standing.troubles - len(broken)
-        return "violated", f"{killed} batches hung or died" if killed else ""
+        besides = {"hung or died": killed, "were broken": len(broken)}
+        return "violated", ", ".join(f"{n} batches {what}" for what, n in besides.items() if n)
     if broken:
         return "broken", without_folders(broken[0].trouble or "")
     if unavailable is not None:
@@ -182,6 +186,7 @@ def broken_row(name: str, error: BaseException) -> Row:
         is_all=False,
         facts={},
         batches=0,
+        broken=1,
         seconds=0.0,
         verdict="broken",
         why=without_folders(f"it cannot be used: {type(error).__name__}: {error}"),

@@ -2,8 +2,8 @@
 clock.
 
 First everybody gets one batch, holdfast in all campaigns before its peers, so that a short run
-tells something of everything. Then whoever has had least time for what it still misses: of two that
-have had the same time, the one further from its target goes first. Peers get a quarter of what
+tells something of everything. Then whoever has had least time, until it has reached its target: so
+as many as can reach theirs, and what they leave goes to the rest. Peers get a quarter of what
 holdfast gets: fewer cases tell enough of them.
 """
 
@@ -65,7 +65,7 @@ class Standing:
         is_peer = self.subject != HOLDFAST
         if not self.batches:
             return False, float(is_peer)
-        return True, self.seconds / (self.missing * (PEERS_SHARE if is_peer else 1.0))
+        return True, self.seconds / (PEERS_SHARE if is_peer else 1.0)
 
 
 def standings(rows: Iterable[tuple[Campaign, str]], batches: Iterable[Batch]) -> list[Standing]:

@@ -12,6 +12,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from injections import ACTS, Injections, prepare
 from traced import attached
 from traced import unavailable as no_strace
 
-from _campaign import Campaign, Outcome
+from _campaign import Campaign, Outcome, batch_of
 from _forked import Found, Stuck, Tell, forked, gated, look, saves, scratch, silent, warm
 from _subjects import HOLDFAST, SUBJECTS, THREADED_DCP, Subject, subject
 from _subjects import unavailable as not_installed
@@ -41,9 +42,10 @@ CALLS = (
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EINTR", "ESTALE")
 
 INSIDE_CODES = (
-    errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EACCES, errno.EROFS, errno.EMFILE,
-    errno.ETIMEDOUT, errno.EINVAL, errno.EPERM, errno.EAGAIN, errno.EBUSY, errno.EINTR,
+    errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR, errno.ESTALE, errno.EROFS, errno.EACCES,
+    errno.ETIMEDOUT, errno.EMFILE, errno.EAGAIN, errno.EBUSY, errno.EINVAL, errno.EPERM,
 )  # fmt: skip
+"""The likely ones first, for a run that is short."""
 
 OLD, NEW = 1, 2
 REFUSED = 3
@@ -74,14 +76,13 @@ def run(name: str, seed: int) -> Outcome:
 
 
 def _fail_inside(seed: int) -> Outcome:
-    """All of one act's calls, in every way that they can fail, by one or two of the errors."""
-    rng = random.Random(seed)
-    act = [*ACTS][seed % len(ACTS)]
+    """All of one act's calls, in every way that they can fail, by two of the errors."""
+    act, codes = turn_of(batch_of(seed))
     with scratch() as folder:
         prepare(folder / "before")
         with silent():
             done = Injections(folder / "before", act, seed)
-            for code in rng.sample(INSIDE_CODES, 2):
+            for code in codes:
                 for how in (BEFORE, AFTER, FROM_THEN_ON):
                     done.fail_all(how, code)
             done.fail_all(SHORT).fail_all(NOTHING)
@@ -93,8 +94,18 @@ def _fail_inside(seed: int) -> Outcome:
     )
 
 
+def turn_of(batch: int) -> tuple[str, tuple[int, int]]:
+    """The act and the errors of a batch from inside. One act after the other meets with the first
+    two errors, then with the next two, until each has met with every one."""
+    turn = batch - batch // FROM_OUTSIDE - 1  # without the batches from outside
+    nth, act = divmod(turn, len(ACTS))
+    first, second = (INSIDE_CODES[(2 * nth + more) % len(INSIDE_CODES)] for more in (0, 1))
+    return [*ACTS][act], (first, second)
+
+
 @dataclass(slots=True)
 class Tally:
+    name: str
     injected: int = 0
     facts: Counter[str] = field(default_factory=Counter)
     violated: int = 0
@@ -112,7 +123,9 @@ class Tally:
                 self.facts["false success"] += 1
                 problem = f"returned as if it had saved; found {found}"
         else:
-            self.facts["told of the failure"] += 1
+            self.facts["told of the failure" if code > 0 else "died of a signal"] += 1
+            if code < 0 and self.name == HOLDFAST:  # who dies has told nobody
+                problem = f"died of {signal.Signals(-code).name}"
             if found.value not in {OLD, NEW}:
                 self.facts["a failed save took the old one along"] += 1
                 problem = f"failed, and the old one is gone: found {found}"
@@ -136,7 +149,7 @@ def fail_from_outside(
         with forked(saves(saver, folder / "before", range(OLD, OLD + 1))) as child:
             child.end()
         one = _Fault(saver, folder)
-        tally = Tally()
+        tally = Tally(saver.name)
         for call in one.calls(calls):
             for nth, again in _turns(error):
                 code, found, fired = one.fail(call, error, f"{nth}{again}")

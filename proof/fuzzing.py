@@ -67,6 +67,8 @@ def fuzzed(name: str, seed: int, runs: int) -> Outcome:
             f"{name}: executions": int(result["executions"]),
             f"{name}: milliseconds": int(result["seconds"] * 1000),
         }
+        if why is None and not result["executions"]:
+            raise RuntimeError(f"{name} was given nothing, and said nothing of it")
         if why is None:
             return Outcome(cases=int(result["executions"]), facts=facts)
         saved = _saved(name, folder)

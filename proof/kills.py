@@ -59,23 +59,25 @@ class _Place:
         self._next = 1
         self._there: int | None = None
         self._facts: Counter[str] = Counter()
+        self._cases = 0
         self._violated = 0
         self._told: list[str] = []
 
-    def run(self, cases: int) -> Outcome:
-        for case in range(cases):
+    def run(self, attempts: int) -> Outcome:
+        for attempt in range(attempts):
             if self._there is None:
                 self._there = self._saved_by_one_that_is_left_alone()
-            harm = self._rng.choice(self._harms)
-            harm(f"{self._when}, case {case}")
+            harm = self._harms[attempt % len(self._harms)]  # by chance, a few would miss one
+            self._cases += harm(f"{self._when}, case {attempt}")
         return Outcome(
-            cases=cases,
+            cases=self._cases,
             violated=self._violated,
             violations=tuple(self._told),
             facts=dict(self._facts),
         )
 
-    def _kill(self, when: str) -> None:
+    def _kill(self, when: str) -> bool:
+        """This and the next two: whether it was a case at all."""
         first = self._next
         with forked(saves(self._saver, self._folder, self._values(SAVES))) as child:
             self._wait(child, SAVES)
@@ -90,18 +92,20 @@ class _Place:
         acked = child.last("saved") or self._there or 0
         allowed = {acked, *range(max(first, acked), (child.last("begin") or acked) + 1)}
         self._judge(allowed, refused, f"{when}, killed")
+        return True
 
-    def _stop(self, when: str) -> None:
+    def _stop(self, when: str) -> bool:
         ours, theirs = self._values(1), self._values(1)
         with forked(saves(self._saver, self._folder, ours)) as first:
             self._wait(first, 1)
             first.signal(signal.SIGSTOP)
             first.read()
-            over = any(line.startswith("saved") for line in first.lines)
+            over = _is_over(first)
             self._facts["stopped after a save" if over else "stopped during a save"] += 1
             self._take_over(first, ours, theirs, f"{when}, stopped and continued")
+        return True
 
-    def _stop_at_a_call(self, when: str) -> None:
+    def _stop_at_a_call(self, when: str) -> bool:
         """As strace can: the process is stopped as it comes out of the call."""
         ours, theirs = self._values(1), self._values(1)
         call, nth = self._rng.choice(COMMIT_CALLS), self._rng.randint(1, 4)
@@ -111,17 +115,22 @@ class _Place:
             output = folder / "strace"
             with attached(first.pid, output, "-s", "0", "-e", f"trace=/^{call}", "-e", stop):
                 go()
-                while not (over := self._is_over(first)) and not _is_stopped(output):
-                    time.sleep(0.002)
-                self._facts["made no such call" if over else f"stopped at a {call}"] += 1
+                try:
+                    stopped = stops(first, output)
+                except Stuck as stuck:
+                    first.signal(signal.SIGKILL)
+                    first.end()
+                    self._violate(f"{when}, to be stopped at {where}: {stuck}")
+                    self._judge({ours[0], self._there or 0}, [], when)
+                    return True
+                self._facts[f"stopped at a {call}" if stopped else "made no such call"] += 1
                 self._take_over(first, ours, theirs, f"{when}, stopped at {where} and continued")
-
-    def _is_over(self, child: Child) -> bool:
-        return any(line.startswith(("saved", "failed")) for line in child.read())
+        return stopped
 
     def _take_over(self, first: Child, ours: range, theirs: range, when: str) -> None:
         """The second begins while the first is stopped, and ends whenever it can: one may have to
         wait for what the other holds."""
+        over = _is_over(first)
         with forked(saves(self._saver, self._folder, theirs)) as second:
             waited = not self._ends(second, STOPPED_S)
             self._facts["the other had to wait"] += waited
@@ -139,7 +148,10 @@ class _Place:
         # No call fails here, so that one who raised knows that its state is not there; what the
         # other acknowledged must not be lost to it. One who was killed has said neither.
         both = {ours[0], theirs[0]}
-        allowed = both - refused if acked else {*both, self._there or 0}
+        if over and theirs[0] in acked:
+            allowed = {theirs[0]}  # it came after the other in every order that there is
+        else:
+            allowed = both - refused if acked else {*both, self._there or 0}
         self._judge(allowed, [], when)
 
     def _wake(self, child: Child) -> None:
@@ -200,6 +212,22 @@ class _Place:
         if child.last("saved") != values[-1]:
             raise RuntimeError(f"{self._saver.name} cannot save at all: {child.lines}")
         return values[-1]
+
+
+def _is_over(child: Child) -> bool:
+    return any(line.startswith(("saved", "failed")) for line in child.read())
+
+
+def stops(child: Child, output: Path, timeout_s: float = SOON_S) -> bool:
+    """Whether strace stops it before it is over; ``Stuck`` if neither happens."""
+    deadline = time.monotonic() + timeout_s
+    while not _is_over(child):
+        if _is_stopped(output):
+            return True
+        if time.monotonic() > deadline:
+            raise Stuck(f"neither stopped nor over within {timeout_s:g} s")
+        time.sleep(0.002)
+    return False
 
 
 def _is_stopped(output: Path) -> bool:

@@ -41,6 +41,6 @@ CAMPAIGN = Campaign(
     counted="tests",
     cases=229,
     run=run,
-    batch_timeout_s=3600,
+    batch_timeout_s=1800,
     ends=True,
 )

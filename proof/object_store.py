@@ -82,33 +82,82 @@ class World:
             self.problems.append(what)
 
 
-class Counting(WrappedStorage):
-    """Counts the calls that come to it."""
+class Meter:
+    """Counts calls, the attempts at them that reach a storage, and the retries that a budget paid.
 
-    def __init__(self, storage: Storage, calls: Counter[str], name: str) -> None:
-        super().__init__(storage)
-        self._calls = calls
-        self._name = name
+    Of listings none: how many requests they take is not the caller's to say. A put that is in doubt
+    reads back what is there, which is no attempt at it. Thread-safe; an attempt is made in the
+    thread of its call.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.attempts = 0
+        self.paid = 0
+        self._here = threading.local()
         self._lock = threading.Lock()
 
-    def _through(self, _method: str, _key: str | None, call: Callable[[], Any], /) -> Any:
+    def begin(self, method: str) -> None:
+        self._here.method = method
         with self._lock:
-            self._calls[self._name] += 1
+            self.calls += method != "list"
+
+    def attempt(self, method: str) -> None:
+        with self._lock:
+            self.attempts += method == self._here.method != "list"
+
+    def pay(self) -> None:
+        with self._lock:
+            self.paid += self._here.method != "list"
+
+    @property
+    def retries(self) -> int:
+        return self.attempts - self.calls
+
+    def problems(self) -> Iterator[str]:
+        if self.retries > self.paid:
+            yield f"{self.calls} calls were retried {self.retries} times, {self.paid} of them paid"
+        if self.retries > _RESERVE + _REFUND * self.attempts:
+            yield f"{self.calls} calls were retried {self.retries} times, more than can be paid"
+
+
+class Calls(WrappedStorage):
+    """Where calls come in."""
+
+    def __init__(self, storage: Storage, meter: Meter) -> None:
+        super().__init__(storage)
+        self._meter = meter
+
+    def _through(self, method: str, _key: str | None, call: Callable[[], Any], /) -> Any:
+        self._meter.begin(method)
+        return call()
+
+
+class Attempts(WrappedStorage):
+    """Where they reach the storage, again and again if need be."""
+
+    def __init__(self, storage: Storage, meter: Meter) -> None:
+        super().__init__(storage)
+        self._meter = meter
+
+    def _through(self, method: str, _key: str | None, call: Callable[[], Any], /) -> Any:
+        self._meter.attempt(method)
         return call()
 
 
 class CountedBudget(RetryBudget):
-    """Counts the retries that it paid for."""
+    """Tells of the retries that it paid for."""
 
-    __slots__ = ("taken",)
+    __slots__ = ("_meter",)
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
         super().__init__(reserve=_RESERVE, refund=_REFUND)
-        self.taken = 0
+        self._meter = meter
 
     def take(self) -> bool:
         paid = super().take()
-        self.taken += paid
+        if paid:
+            self._meter.pay()
         return paid
 
 
@@ -286,16 +335,16 @@ def schedule(
     rng = random.Random(seed)
     folder = f"run-{seed}-{time.time_ns()}"
     world = World()
-    calls: Counter[str] = Counter()
-    budget = CountedBudget()
+    meter = Meter()
+    budget = CountedBudget(meter)
     with proxy_to(server) as proxy:
         proxy.rule = faults(random.Random(rng.random()), rate, world.facts)
         threads = []
         for number, act in enumerate(_ACTORS):
             own = random.Random(rng.random())
-            tried = Counting(at(proxy.url, folder), calls, "attempts")
+            tried = Attempts(at(proxy.url, folder), meter)
             policy = RetryPolicy(max_retries=_RETRIES, initial_delay_s=0.01, max_delay_s=0.1)
-            again = Counting(retrying(tried, policy, budget=budget, rng=own), calls, "calls")
+            again = Calls(retrying(tried, policy, budget=budget, rng=own), meter)
             catalog = Catalog(wrap(again))
             values = iter(range(seed * 1000 + number * 100, seed * 1000 + number * 100 + 100))
             threads.append(
@@ -305,10 +354,10 @@ def schedule(
             thread.start()
         for thread in threads:
             thread.join()
-    world.facts["storage calls"] += calls["calls"]
-    world.facts["retries"] += budget.taken
-    if budget.taken > _RESERVE + _REFUND * calls["attempts"]:
-        world.complain(f"{calls['calls']} calls were retried {budget.taken} times")
+    world.facts["storage calls"] += meter.calls
+    world.facts["retries"] += meter.retries
+    for problem in meter.problems():
+        world.complain(problem)
     judge(Catalog(at(server, folder)), world)
     return world
 

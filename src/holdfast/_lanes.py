@@ -11,12 +11,12 @@ T = TypeVar("T")
 def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
     """Call ``run`` with every item, on ``lanes`` threads, of which the caller's is one.
 
-    Items are taken one at a time, as threads become free. After an error no further item is
-    begun, and the first error is raised when all threads have ended. One item is run without
-    any thread. No item is ``None``.
+    The first ``lanes`` items are taken at once, so that no thread is started that has nothing to
+    do; the rest one at a time, as threads become free. After an error no further item is begun,
+    and the first error is raised when all threads have ended. No item is ``None``.
     """
     items = iter(work)
-    head = [*itertools.islice(items, 2)]
+    head = [*itertools.islice(items, lanes)]
     items = itertools.chain(head, items)
     lock = threading.Lock()
     errors: list[BaseException] = []
@@ -34,7 +34,7 @@ def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
 
     threads: list[threading.Thread] = []
     try:
-        _start(threads, lane, lanes - 1 if len(head) > 1 else 0)
+        _start(threads, lane, len(head) - 1)
     except BaseException as error:  # noqa: BLE001 -- an interrupt; those that run must end first
         errors.append(error)
     lane()

@@ -69,10 +69,16 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRange:
-    """Bytes ``start`` to ``start + len(into)`` of an object, wanted in the caller's memory."""
+    """Bytes ``start`` to ``start + len(into)`` of an object, wanted in the caller's memory.
+
+    ``uncached`` asks for what is stored, not for what this machine remembers of it: who verifies
+    wants to know of the disk. It is a wish: where a filesystem cannot read past its cache, or a
+    server has one of its own, that may be what is read. Other storages need not look at it.
+    """
 
     start: int
     into: memoryview
+    uncached: bool = False
 
 
 class ObjectWriter(Protocol):

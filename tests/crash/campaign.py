@@ -201,14 +201,22 @@ WORKLOADS = [
     Workload(name="gc killed, then again", before=_leftovers, run=_gc_later, then=_gc_later),
 ]
 
+_FINITE = {"delete", "plain objects", "gc", "gc killed, then again"}
+FINITE = [workload for workload in WORKLOADS if workload.name in _FINITE]
+"""Those that run out after some hundreds of states: another seed would only try the same again."""
+
+ENDLESS = [workload for workload in WORKLOADS if workload.name not in _FINITE]
+"""Those with more states than can be tried: another seed tries others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How many states a crash could leave, how many of them differ in what a storage shows, the
-    first that broke a promise, and some to look at."""
+    """How many states a crash could leave, how many of them differ in what a storage shows, how
+    many broke a promise, the first of those in words, and some to look at."""
 
     states: int
     looks: int
+    violated: int
     violations: list[str]
     images: list[Image]
 
@@ -279,6 +287,7 @@ class _Explorer:
         self._ordered = ordered
         self._looks: dict[frozenset[tuple[str, bytes]], _Look] = {}
         self._values: dict[frozenset[tuple[str, bytes]], str] = {}
+        self._violated = 0
         self._violations: list[str] = []
         self._images: list[Image] = []
         self.seen: set[int] = set()
@@ -287,6 +296,7 @@ class _Explorer:
         return Report(
             states=len(self.seen),
             looks=len(self._looks),
+            violated=self._violated,
             violations=self._violations,
             images=self._images,
         )
@@ -312,9 +322,10 @@ class _Explorer:
                         self._judge(image, allowed, f"after operation {number} ({op.kind})")
 
     def _judge(self, image: Image, allowed: Mapping[str, set[object]], when: str) -> None:
-        for problem in self._look(image).problems(allowed):
-            if len(self._violations) < MOST_VIOLATIONS:
-                self._violations.append(f"{when}: {problem}")
+        problems = [*self._look(image).problems(allowed)]
+        self._violated += bool(problems)
+        left = MOST_VIOLATIONS - len(self._violations)
+        self._violations += [f"{when}: {problem}" for problem in problems[:left]]
         if len(self._images) < MOST_IMAGES and self._rng.random() < 0.01:
             self._images.append(image)
 

@@ -2,7 +2,9 @@
 left. Knows what a catalog promises; the disk is ``mounts``'s.
 """
 
+import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from campaign import observe, state_of
 from mounts import Ext4, cut_power
 
 from holdfast.catalog import Catalog
+from holdfast.contracts import Storage
 from holdfast.errors import CheckpointError
 from holdfast.storage import LocalStorage
 from holdfast.storage._system import System
@@ -25,11 +28,13 @@ class CutSystem(System):
 
     def __init__(self, path: Path, call: int) -> None:
         self._path = path
-        self._left = call
+        self._cut_at = call
+        self._calls = itertools.count(1)  # several threads take the next
+        self.is_cut = False
 
     def _tick(self) -> None:
-        self._left -= 1
-        if self._left == 0:
+        if next(self._calls) == self._cut_at:
+            self.is_cut = True  # before the cut: another thread may fail of it at once
             cut_power(self._path)
 
     def create_file(self, name, folder, *, direct=False):
@@ -70,8 +75,11 @@ class Cuts:
     violations: list[str]
 
 
-def cut_again_and_again(folder: Path, cuts: int, seed: int) -> Cuts:
-    """Every save, overwrite, delete and gc ends with a cut: during it, or just after."""
+def cut_again_and_again(
+    folder: Path, cuts: int, seed: int, make: Callable[[Storage], Catalog] = Catalog
+) -> Cuts:
+    """Every save, overwrite, delete and gc ends with a cut: during it, or just after. ``make`` is
+    who does them."""
     rng = random.Random(seed)
     promised = broken = 0
     violations: list[str] = []
@@ -84,11 +92,13 @@ def cut_again_and_again(folder: Path, cuts: int, seed: int) -> Cuts:
             violations += _broken(found, allowed, f"seed {seed}, after cut {cut}")
             allowed = {subject: {value} for subject, value in found.items()}
             system = CutSystem(path, rng.randrange(1, CALLS_OF_A_SAVE))
-            catalog = Catalog(LocalStorage(path / "runs", system=system))
+            catalog = make(LocalStorage(path / "runs", system=system))
             try:
                 subject, value = _act(catalog, cut, rng, allowed)
-            except CheckpointError:
-                broken += 1
+            except CheckpointError as error:
+                broken += system.is_cut
+                if not system.is_cut:  # else one that refuses everything would break no promise
+                    violations.append(f"seed {seed}, cut {cut}: with the power on, {error!r}")
             else:
                 promised += 1
                 allowed[subject] = {value}

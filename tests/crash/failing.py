@@ -8,8 +8,8 @@ from recorder import RecordingSystem
 
 CALLS = (
     "open_root", "open_folder", "make_folder", "remove_folder", "open_file", "create_file",
-    "open_lock", "make_buffered", "write", "read", "allocate", "truncate", "set_modified", "sync",
-    "rename", "link", "unlink", "locked",
+    "open_lock", "make_direct", "make_buffered", "write", "read_parts", "allocate", "truncate",
+    "set_modified", "sync", "rename", "link", "unlink", "locked",
 )  # fmt: skip
 
 BEFORE, AFTER, FROM_THEN_ON, SHORT, NOTHING = "before", "after", "from then on", "short", "nothing"
@@ -52,15 +52,20 @@ class FailingSystem(RecordingSystem):
             raise OSError(self._code, os.strerror(self._code))
 
     def _partly(self, real, name, fd=None, memory=None, offset=None, **kwargs):
-        if name not in {"read", "write"}:
+        if name not in {"read_parts", "write"}:
             args = [arg for arg in (fd, memory, offset) if arg is not None]
             return real(*args, **kwargs)
         self._count += 1
         if self._count != self._nth:
             return real(fd, memory, offset)
         self.failed.append(name)
-        half = len(memory) // 2 if self._how == SHORT else 0
-        return real(fd, memory[:half], offset) if half else 0
+        if self._how == NOTHING:
+            return 0
+        if name == "read_parts" and len(memory) > 1:
+            return real(fd, memory[: len(memory) // 2], offset)
+        whole = memory[0] if name == "read_parts" else memory
+        half = whole[: len(whole) // 2]
+        return real(fd, [half] if name == "read_parts" else half, offset) if half else 0
 
 
 def _forward(name):

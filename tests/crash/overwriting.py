@@ -42,7 +42,9 @@ def overwrite_for_ever(rank, folder, form):
             except CheckpointError as error:
                 return number, type(error).__name__, error.rank
             if rank == 0:
-                (folder.parent / "saved").write_text(str(number))
+                telling = folder.parent / "saving"  # it may be killed while it tells, too
+                telling.write_text(str(number))
+                telling.rename(folder.parent / "saved")
 
 
 def number_in(folder):

@@ -106,10 +106,10 @@ class RecordingSystem(System):
             super().remove_folder(name, folder)
             self._remove(Op("rmdir", self._by_fd[folder], name))
 
-    def open_file(self, name, folder, *, direct=False):
+    def open_file(self, name, folder):
         with self._lock:
             self._die_if_killed()
-            return super().open_file(name, folder, direct=direct)
+            return super().open_file(name, folder)
 
     def create_file(self, name, folder, *, direct=False):
         with self._lock:
@@ -144,9 +144,9 @@ class RecordingSystem(System):
             self.log.append(Op("write", self._by_fd[fd], offset=offset, data=bytes(data[:written])))
             return written
 
-    def read(self, fd, into, offset):
+    def read_parts(self, fd, into, offset):
         self._die_if_killed()
-        return super().read(fd, into, offset)
+        return super().read_parts(fd, into, offset)
 
     def allocate(self, fd, size):
         with self._lock:

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from _campaign import Outcome
+from _forked import Stuck, forked
 from _subjects import LATEST, Subject, Wrong, subject
 from crash_states import explore_from_outside, unlike_what_the_kernel_saw
 from failing_calls import fail_from_outside
-from kills import end_savers
+from kills import end_savers, stops
 from power_cuts import cut_saves
 from power_cuts import unavailable as no_power_cuts
 
 SIZE_BYTES = 6000
+KILLS = 12
 
 
 class Careful(Subject):
@@ -117,13 +119,35 @@ class Denying(Careful):
             raise OSError("somebody else has saved")
 
 
+class Yielding(Careful):
+    """Takes it for saved if one that saved before still lives."""
+
+    name = "yielding"
+
+    def save(self, folder: Path, value: int, name: str = LATEST) -> None:
+        last = folder / ".last"
+        pid = int(last.read_text() or 0) if last.exists() else 0
+        if pid in {0, os.getpid()} or not Path(f"/proc/{pid}").exists():
+            super().save(folder, value, name)
+            last.write_text(str(os.getpid()))
+
+
 CALLS = ("write", "pwrite64", "fsync", "renameat")
 SHORT: dict[str, Callable[[Subject], Outcome]] = {
     "crash states": lambda saver: explore_from_outside(saver, 1, 100),
-    "kills": lambda saver: end_savers(saver, 1, 10),
+    "kills": lambda saver: end_savers(saver, 1, KILLS),
     "failing calls": lambda saver: fail_from_outside(saver, "EDQUOT", 1, calls=CALLS, limits=3),
     "power cuts": lambda saver: cut_saves(saver, 1, 6),
 }
+
+
+def _never_over() -> str:
+    """What is said of a process that strace is to stop, and that neither stops nor ends."""
+    with forked(lambda _: time.sleep(60)) as child:
+        try:
+            return f"it stops: {stops(child, Path(os.devnull), timeout_s=0.2)}"
+        except Stuck as stuck:
+            return str(stuck)
 
 
 def main() -> None:
@@ -134,6 +158,7 @@ def main() -> None:
             "cases": outcome.cases,
             "violated": outcome.violated,
             "violations": outcome.violations,
+            "facts": dict(outcome.facts),
         }
 
     no_cuts = no_power_cuts("holdfast")
@@ -143,12 +168,14 @@ def main() -> None:
         (InPlace(), ("crash states", "kills")),
         (Swallowing(), ("failing calls",)),
         (Denying(), ("kills",)),
+        (Yielding(), ("kills",)),
         # The last, for a fork is slower once torch is there.
         (subject("holdfast"), ("crash states", "kills", "failing calls", "power cuts")),
     ):
         for campaign in campaigns:
             if campaign != "power cuts" or no_cuts is None:
                 note(campaign, saver, SHORT[campaign](saver))
+    results["never over"] = {"violations": [_never_over()]}
     difference = unlike_what_the_kernel_saw(1)
     results["unseen calls"] = {"violations": [difference] if difference else []}
     json.dump({"no power cuts": no_cuts, "results": results}, sys.stdout)

@@ -137,10 +137,10 @@ class _WithABadSector(FailingSystem):
         super().__init__(base, nth=0)
         self._bad = bad.stat().st_ino
 
-    def read(self, fd, into, offset):
+    def read_parts(self, fd, into, offset):
         if os.fstat(fd).st_ino == self._bad:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super().read(fd, into, offset)
+        return super().read_parts(fd, into, offset)
 
 
 def test_a_save_is_the_newest_also_if_the_newest_before_cannot_be_read(prepared, tmp_path):

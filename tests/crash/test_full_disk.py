@@ -9,7 +9,7 @@ from cutting import cut_again_and_again
 from mounts import Ext4, cut_power, small_memory
 
 from holdfast.catalog import Catalog
-from holdfast.errors import NoSpaceError
+from holdfast.errors import CheckpointError, NoSpaceError
 from holdfast.storage import LocalStorage
 
 MIB = 1024 * 1024
@@ -135,6 +135,20 @@ def test_power_cuts_leave_the_old_or_the_new_and_all_that_was_promised(tmp_path)
     assert cuts.violations == []
     assert cuts.promised > 5
     assert cuts.broken > 5
+
+
+class Refusing(Catalog):
+    """Saves nothing, so that no cut can take anything from it."""
+
+    def write(self, *_, **__):
+        raise CheckpointError("not today")
+
+
+def test_a_catalog_that_fails_with_the_power_on_would_be_caught(tmp_path):
+    cuts = cut_again_and_again(tmp_path, cuts=3, seed=1, make=Refusing)
+    assert len(cuts.violations) == 3
+    assert "with the power on" in cuts.violations[0]
+    assert (cuts.promised, cuts.broken) == (0, 0)
 
 
 @pytest.mark.proof

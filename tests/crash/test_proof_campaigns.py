@@ -12,6 +12,7 @@ from traced import unavailable
 
 pytestmark = pytest.mark.timeout(300)  # one of them waits for all, beside whatever else runs
 
+KILLS = 12
 HERE = Path(__file__).parent
 PROOF = HERE.parents[1] / "proof"
 
@@ -51,6 +52,7 @@ def test_what_is_right_is_found_so(results, campaign, saver):
         ("crash states", "in place"),
         ("kills", "in place"),
         ("kills", "denying"),
+        ("kills", "yielding"),
         ("failing calls", "swallowing"),
     ],
 )
@@ -58,6 +60,18 @@ def test_what_is_broken_is_found_out(results, campaign, saver):
     outcome = results[f"{campaign}: {saver}"]
     assert outcome["violated"] > 0
     assert outcome["violations"]
+
+
+def test_only_processes_that_came_to_harm_are_counted_as_killed_or_stopped(results):
+    outcomes = [outcome for name, outcome in results.items() if name.startswith("kills: ")]
+    unharmed = [outcome["facts"].get("made no such call", 0) for outcome in outcomes]
+    assert any(unharmed)
+    cases = [outcome["cases"] for outcome in outcomes]
+    assert [sum(both) for both in zip(cases, unharmed, strict=True)] == [KILLS] * len(cases)
+
+
+def test_a_process_that_neither_stops_nor_ends_takes_no_more_than_its_time(results):
+    assert results["never over"]["violations"] == ["neither stopped nor over within 0.2 s"]
 
 
 @pytest.mark.parametrize(

@@ -157,4 +157,6 @@ def test_so_it_does_however_often(tmp_path, seed, record_property):
         folder.mkdir()
         fell += kill_again_and_again(folder, kind, ranks, seed=100 + seed)
     record_property("cases", fell.total())
+    for phase in PHASES:
+        record_property(f"killed in {phase}", fell[phase])
     assert min(fell["begin"], fell["write"], fell["commit"]) > 0, shown(fell)

@@ -180,9 +180,9 @@ class Rotten:
 
     def harm(self, wound: Wound) -> str | None:
         """Put the wound there, look, and heal it. What is wrong with what was said of it, or
-        ``None``; ``"nothing"`` if it is rightly taken for none, which only compressed bytes allow:
-        a few bits of a frame mean nothing to a decompressor, and digests are over what was
-        compressed."""
+        ``None``; ``"nothing"`` if it is rightly taken for none, which only compressed bytes allow,
+        and not what is around them: a few bits of a frame mean nothing to a decompressor, and
+        digests are over what was compressed."""
         for key, data in wound.files.items():
             put(self._storage, key, data)
         try:
@@ -216,7 +216,7 @@ class Rotten:
         expected = self.expected(wound)
         report = self.catalog.verify("a")
         if report.is_intact:
-            if not self.is_compressed:
+            if not self.is_compressed or None in {name for _, name in expected}:
                 return "verify found nothing"
             return self.misread() or "nothing"
         named = {(damage.file, damage.tensor) for damage in report.damage}

@@ -17,6 +17,7 @@ from holdfast.errors import (
 from holdfast.format import CHUNK_BYTES, CompressionLevel
 from holdfast.reshard import Grid
 from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage._uncached import UncachedStorage
 from holdfast.testing import Fault, FaultyStorage
 
 PLAIN, COMPRESSED = Rotten(5), Rotten(5, CompressionLevel.BALANCED)
@@ -294,7 +295,7 @@ def test_an_error_that_may_pass_is_raised_and_one_that_does_not_is_damage():
         faulty = FaultyStorage(memory_of(files), [fault])
         with pytest.raises(TransientStorageError):
             Catalog(faulty).verify("a")
-    faulty = FaultyStorage(memory_of(files), [Fault("read_into", 7, StorageError("I/O error"))])
+    faulty = FaultyStorage(memory_of(files), [Fault("read_into", 8, StorageError("I/O error"))])
     report = Catalog(faulty).verify("a")
     assert faulty.unfired == ()
     assert report.damage
@@ -337,4 +338,52 @@ def test_where_many_files_are_missing_the_record_is_not_read_again_for_each():
     assert {damage.problem for damage in report.damage} == {
         "a file of the checkpoint is missing; load another checkpoint"
     }
-    assert reads.count(("read", "a/metadata.json")) == 2
+    assert reads.count(("read_into", "a/metadata.json")) == 2
+
+
+def test_verify_looks_at_what_is_stored_and_a_load_takes_what_is_remembered(tmp_path):
+    asked = []
+
+    class Asked(LocalStorage):
+        def read(self, key):
+            asked.append(False)
+            return super().read(key)
+
+        def read_into(self, key, ranges):
+            asked.extend(wanted.uncached for wanted in ranges)
+            super().read_into(key, ranges)
+
+    catalog = Catalog(Asked(tmp_path))
+    catalog.write("a", {"x": np.zeros(3 * CHUNK_BYTES, np.uint8)})
+    asked.clear()
+    assert catalog.verify("a").is_intact
+    assert set(asked) == {True}
+    asked.clear()
+    catalog.read("a")
+    assert set(asked) == {False}
+
+
+@pytest.mark.parametrize("size", [3, 300])
+def test_an_object_that_is_replaced_while_it_is_read_past_the_cache_is_read_again(size):
+    class Replaced(MemoryStorage):
+        is_due = False
+
+        def stat(self, key):
+            found = super().stat(key)
+            if self.is_due:
+                self.is_due = False
+                put(self, key, bytes(size))
+            return found
+
+    storage = Replaced()
+    put(storage, "a", bytes(30))
+    storage.is_due = True
+    assert UncachedStorage(storage).read("a") == bytes(size)
+
+
+def test_an_object_that_cannot_be_read_past_the_cache_is_an_error():
+    storage = MemoryStorage()
+    put(storage, "a", bytes(30))
+    fault = Fault("read_into", error=StorageError("broken"))
+    with pytest.raises(StorageError, match="broken"):
+        UncachedStorage(FaultyStorage(storage, faults=[fault])).read("a")

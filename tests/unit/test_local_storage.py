@@ -2,18 +2,24 @@
 
 import ctypes
 import errno
+import fcntl
+import mmap
 import os
+import re
 import shutil
 import sys
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast.contracts import ReadRange
 from holdfast.errors import NoSpaceError, ObjectChangedError, StorageError
 from holdfast.storage import LocalStorage, _system
 from holdfast.storage._folders import Folders
 from holdfast.storage._new_file import NewFile
+from holdfast.storage._pages import address_of, aligned_memory
 from holdfast.storage._system import System
 
 
@@ -170,7 +176,7 @@ def test_a_disk_that_makes_a_file_and_then_refuses_direct_io_is_written_to_all_t
             writer.write_at(0, data)
             writer.finish()
         assert storage.read("a") == data
-    assert {flags & os.O_CREAT for flags in refused} == {0, os.O_CREAT}
+    assert {flags & os.O_CREAT for flags in refused} == {os.O_CREAT}
     assert sorted(path.name for path in tmp_path.iterdir()) == [".holdfast.lock", "a"]
 
 
@@ -210,42 +216,202 @@ def test_a_folder_that_goes_while_sweeping_does_not_keep_the_others(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize(("size", "buffered"), [(1024 * 1024 - 1, 1), (1024 * 1024, 0)])
-def test_what_is_large_is_read_past_the_page_cache_and_what_is_small_is_not(
-    tmp_path, size, buffered
-):
-    given_up = []
+MIB = 1024 * 1024
 
-    class Watched(System):
-        def open_file(self, name, folder, *, direct=False):
-            fd, is_direct = super().open_file(name, folder, direct=direct)
-            if direct and not is_direct:
-                pytest.skip("this filesystem has no direct I/O")
-            return fd, is_direct
 
-        def make_buffered(self, fd):
-            given_up.append(fd)
-            super().make_buffered(fd)
+class Watched(System):
+    """Notes which bytes are read past the page cache, and which through it. Says of those from
+    ``cached_from`` on that the cache has them."""
 
-    storage = LocalStorage(tmp_path, system=Watched())
-    data = os.urandom(size)
-    with storage.open_writer("a") as writer:
-        writer.write_at(0, data)
-        writer.finish()
-    assert given_up == []
-    assert storage.read("a") == data
-    into = bytearray(size)
-    storage.read_into("a", [ReadRange(start=0, into=memoryview(into))])
-    assert into == data
-    assert len(given_up) == 2 * buffered
+    def __init__(self, cached_from=1 << 60):
+        self.cached_from = cached_from
+        self.direct, self.buffered = [], []
+
+    def is_cached(self, fd, offset, size):
+        return offset >= self.cached_from
+
+    def make_direct(self, fd):
+        if not super().make_direct(fd):
+            pytest.skip("this filesystem has no direct I/O")
+        return True
+
+    def read_parts(self, fd, into, offset):
+        past = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        got = super().read_parts(fd, into, offset)
+        (self.direct if past else self.buffered).append((offset, offset + got))
+        return got
+
+
+def stored(folder, system):
+    """A storage of 8 MiB in "a", and these."""
+    data = os.urandom(8 * MIB)
+    put(LocalStorage(folder), "a", data)
+    return LocalStorage(folder, system=system), data
+
+
+def part(storage, start, stop, **how):
+    into = bytearray(stop - start)
+    storage.read_into("a", [ReadRange(start=start, into=memoryview(into), **how)])
+    return into
+
+
+@pytest.mark.parametrize(("size", "past"), [(MIB - 1, False), (MIB, True)])
+def test_what_is_large_is_read_past_the_page_cache_and_what_is_small_is_not(tmp_path, size, past):
+    watched = Watched()
+    storage, data = stored(tmp_path, watched)
+    assert part(storage, 0, size) == data[:size]
+    assert (bool(watched.direct), bool(watched.buffered)) == (past, not past)
+
+
+def test_what_the_page_cache_has_is_read_from_it_and_nothing_else(tmp_path):
+    watched = Watched(cached_from=4 * MIB)
+    storage, data = stored(tmp_path, watched)
+    assert part(storage, 100, 8 * MIB - 100) == data[100:-100]
+    middle = 4 * MIB + 100  # a request is for 4 MiB
+    assert watched.direct == [(0, middle - 100 + 4096)]
+    assert watched.buffered == [(middle, 8 * MIB - 100)]
+
+
+class Parted(Watched):
+    """Notes of each request how many bytes go to which memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = []
+
+    def read_parts(self, fd, into, offset):
+        self.parts.append([(len(each), address_of(each)) for each in into])
+        return super().read_parts(fd, into, offset)
+
+
+def lying_as(start, size):
+    """Memory that lies to its pages as these bytes to the file's blocks."""
+    skipped = start % 4096
+    return aligned_memory(skipped + size)[skipped:]
+
+
+@pytest.mark.parametrize(
+    ("start", "size", "edges"),
+    [
+        (0, 4 * MIB, []),
+        (1, 4 * MIB, [4096] * 2),
+        (4095, 2 * MIB + 1, [4096]),
+        (8192, MIB + 1, [4096]),
+    ],
+)
+def test_memory_that_lies_right_is_read_to_without_a_copy(tmp_path, start, size, edges):
+    watched = Parted()
+    storage, data = stored(tmp_path, watched)
+    into = lying_as(start, size)
+    storage.read_into("a", [ReadRange(start=start, into=into)])
+    assert into == data[start : start + size]
+    (parts,) = watched.parts
+    begins = address_of(into)
+    inside = [nbytes for nbytes, at in parts if begins <= at < begins + size]
+    assert inside == [size - (-start % 4096) - (start + size) % 4096]
+    assert [nbytes for nbytes, at in parts if not begins <= at < begins + size] == edges
+
+
+@pytest.fixture(scope="module")
+def shared_8_mib(tmp_path_factory):
+    return stored(tmp_path_factory.mktemp("shared"), System())
+
+
+@given(start=st.integers(0, 3 * MIB), size=st.integers(MIB, 5 * MIB), off=st.integers(0, 4096))
+@settings(max_examples=30, deadline=None)
+def test_every_byte_arrives_however_memory_lies(shared_8_mib, start, size, off):
+    storage, data = shared_8_mib
+    whole = lying_as(start + off, size + 2)
+    whole[0] = whole[size + 1] = 77
+    storage.read_into("a", [ReadRange(start=start + 1, into=whole[1 : size + 1])])
+    assert whole[1 : size + 1] == data[start + 1 : start + 1 + size]
+    assert whole[0] == whole[size + 1] == 77
+
+
+@pytest.mark.parametrize("problem", ["short", "refused"])
+def test_what_cannot_be_read_without_a_copy_is_read_with_one(tmp_path, problem):
+    class Odd(Watched):
+        def read_parts(self, fd, into, offset):
+            if len(into) == 1:
+                return super().read_parts(fd, into, offset)
+            if problem == "refused":
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return super().read_parts(fd, into[:2], offset)
+
+    storage, data = stored(tmp_path, Odd())
+    into = lying_as(1, 4 * MIB)
+    storage.read_into("a", [ReadRange(start=1, into=into)])
+    assert into == data[1 : 1 + 4 * MIB]
+
+
+def test_an_error_of_the_disk_is_told_also_if_nothing_is_copied(tmp_path):
+    class Broken(Watched):
+        def read_parts(self, fd, into, offset):
+            if len(into) > 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read_parts(fd, into, offset)
+
+    storage, _ = stored(tmp_path, Broken())
+    with pytest.raises(StorageError, match="input/output error"):
+        storage.read_into("a", [ReadRange(start=1, into=lying_as(1, 4 * MIB))])
+
+
+@pytest.mark.parametrize("size", [1, MIB - 1, 8 * MIB])
+def test_what_is_to_be_uncached_is_read_past_a_cache_that_has_it(tmp_path, size):
+    watched = Watched(cached_from=0)
+    storage, data = stored(tmp_path, watched)
+    assert part(storage, 0, size, uncached=True) == data[:size]
+    assert watched.direct
+    assert not watched.buffered
+
+
+def test_what_is_to_be_uncached_is_read_all_the_same_where_direct_io_is_refused(tmp_path):
+    class Refusing(Watched):
+        def make_direct(self, fd):
+            return False
+
+    watched = Refusing(cached_from=0)
+    storage, data = stored(tmp_path, watched)
+    assert part(storage, 5, 7 * MIB, uncached=True) == data[5 : 7 * MIB]
+    assert not watched.direct
+
+
+def test_the_page_cache_is_asked_for_whole_pages(tmp_path):
+    release = tuple(map(int, re.findall("[0-9]+", os.uname().release)[:2]))
+    if sys.platform != "linux" or release < (6, 5) or not os.major(tmp_path.stat().st_dev):
+        pytest.skip("only later Linux tells what is in its cache, and of plain disks")
+    page = mmap.PAGESIZE
+    put(LocalStorage(tmp_path), "a", bytes(8 * MIB))
+    fd = os.open(tmp_path / "a", os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        before = System().is_cached(fd, 0, 1)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or the kernel reads ahead
+        os.pread(fd, page, 0)
+        asked = [(0, page), (1, page), (page - 1, 1), (page, 1)]
+        cached = [System().is_cached(fd, *each) for each in asked]
+    finally:
+        os.close(fd)
+    assert (before, cached) == (False, [True, False, True, False])
+
+
+def test_a_page_cache_that_cannot_be_asked_has_nothing():
+    assert not System().is_cached(-1, 0, 1)
+
+
+def test_why_direct_io_cannot_be_had_is_told(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    os.close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        System().make_direct(fd)
 
 
 @pytest.mark.parametrize("size", [5, 3 * 1024 * 1024])
 def test_an_object_that_is_cut_while_it_is_read_is_an_error(tmp_path, size):
     class Cut(System):
-        def read(self, fd, into, offset):
+        def read_parts(self, fd, into, offset):
             os.truncate(tmp_path / "a", 3)
-            return super().read(fd, into, offset)
+            return super().read_parts(fd, into, offset)
 
     LocalStorage(tmp_path).create("a", bytes(size))
     with pytest.raises(StorageError, match="the object was cut while it was read") as caught:

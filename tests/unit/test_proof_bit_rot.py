@@ -5,10 +5,12 @@ import random
 
 import proof_tools  # noqa: F401 -- the harness is beside src, not in it
 import pytest
-from rotting import Rotten
+from rotting import Rotten, Wound
 
 import bit_rot
 from _subjects import HOLDFAST, Holdfast, TorchSave, state_of, value_of
+from holdfast.errors import CheckpointError, CorruptedError
+from holdfast.format import CompressionLevel
 
 
 def tally_of(harm, *arguments, cases=60, **more):
@@ -48,6 +50,16 @@ class Mute(Holdfast):
             raise ValueError("something is wrong") from error
 
 
+class Misleading(Holdfast):
+    """Notices, and blames a file that is whole."""
+
+    def load(self, folder):
+        try:
+            return super().load(folder)
+        except CheckpointError as error:
+            raise CorruptedError("something is wrong", path=folder / "latest") from error
+
+
 class Forgiving(Holdfast):
     """Loads what it knew before, whatever is there now."""
 
@@ -60,6 +72,7 @@ class Forgiving(Holdfast):
     [
         (Trusting, "loaded without an error, and it claims to be value 2"),
         (Mute, "names no file"),
+        (Misleading, "named latest, not "),
         (Forgiving, "loaded without an error, though no value was wrong"),
     ],
 )
@@ -99,6 +112,28 @@ def test_a_catalog_that_names_another_tensor_or_nothing_would_be_caught():
     blind = tally_of(bit_rot.harm_in_memory, make=lambda seed, level, scale: Blind(seed))
     assert blind.violated == 60
     assert "verify found nothing" in blind.told[0]
+
+
+def test_only_what_compressed_bytes_can_hide_is_of_no_consequence_and_it_is_told_apart():
+    def make(seed, _, scale):
+        return Blind(seed, CompressionLevel.BALANCED, scale)
+
+    tally = tally_of(bit_rot.harm_in_memory, make=make)
+    assert tally.facts[bit_rot.NO_CONSEQUENCE] > 0
+    assert tally.violated > 0  # headers, tables, records and lengths hide nothing
+    assert tally.violated + tally.facts[bit_rot.NO_CONSEQUENCE] == tally.cases
+    assert tally.facts["noticed and located"] == 0
+
+
+def test_an_older_record_may_be_told_by_the_files_that_it_misses():
+    files = {"latest/metadata.json": b"new", "latest/b": b"2"}
+    older = {"latest/metadata.json": b"old", "latest/a": b"1"}
+    stale = Wound(kind="stale files", files={"latest/metadata.json": b"old"}, words="")
+    cut = Wound(kind="wrong lengths", files={"latest/b": b"", **files}, words="")
+    assert bit_rot._places(stale, files, older) == {"metadata.json", "a"}
+    assert bit_rot._places(cut, files, older) == set()
+    cut = Wound(kind="wrong lengths", files={**files, "latest/b": b""}, words="")
+    assert bit_rot._places(cut, files, older) == {"b"}
 
 
 def test_a_peer_that_verifies_nothing_loads_wrong_values():

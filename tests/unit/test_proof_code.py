@@ -1,9 +1,11 @@
 """Batches are counted together only if the code is the same: what changes it, and what does not."""
 
 import subprocess
+import sys
 import time
+from pathlib import Path
 
-import proof_tools  # noqa: F401 -- the harness is beside src, not in it
+import proof_tools
 import pytest
 
 from _campaign import Campaign, Outcome
@@ -32,33 +34,45 @@ def repo(tmp_path):
 
 def test_results_and_documents_may_change(repo):
     clean = code_of(repo)
-    assert clean.shown == clean.key[:12]
     (repo / "proof/results/latest.md").write_text("2\n")
     (repo / "docs/d.md").write_text("2\n")
     (repo / "docs/new.md").write_text("2\n")
     assert code_of(repo) == clean
+    git(repo, "add", "-A")
+    git(repo, "commit", "-q", "-m", "documents")
+    assert code_of(repo).key == clean.key
 
 
 @pytest.mark.parametrize("name", ["src/a.py", "tests/b.py", "proof/c.py", "src/new.py"])
 def test_every_other_change_is_another_code(repo, name):
-    clean = code_of(repo).key
+    clean = code_of(repo)
     (repo / name).write_text("2\n")
     changed = code_of(repo)
-    assert changed.key.startswith(f"{clean}+")
-    assert "with changes" in changed.shown
+    assert changed.key != clean.key
+    assert changed.shown.startswith(f"{clean.shown} with changes")
     assert code_of(repo) == changed
-    (repo / name).write_text("3\n")
-    assert code_of(repo).key not in (clean, changed.key)
     git(repo, "add", "-A")
     git(repo, "commit", "-q", "-m", "two")
-    assert code_of(repo).key not in (clean, changed.key)
-    assert "+" not in code_of(repo).key
+    assert code_of(repo).key == changed.key  # as it was tried before it was committed
+    assert "with changes" not in code_of(repo).shown
+    (repo / name).unlink()
+    assert code_of(repo).key not in (changed.key, clean.key if name != "src/new.py" else "")
 
 
-def test_without_git_no_two_runs_are_the_same(tmp_path):
-    one, other = code_of(tmp_path), code_of(tmp_path)
-    assert one.key != other.key
-    assert "there is no git here" in one.shown
+def test_without_git_no_two_processes_run_the_same(tmp_path):
+    here = code_of(tmp_path)
+    assert code_of(tmp_path) == here
+    program = "import sys, pathlib, _code; print(_code.code_of(pathlib.Path(sys.argv[1])).key)"
+    proof = Path(proof_tools.__file__).parents[2] / "proof"
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        cwd=proof,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("no git, ")
+    assert done.stdout.strip() != here.key
 
 
 def test_a_run_ends_when_the_code_changes(tmp_path):

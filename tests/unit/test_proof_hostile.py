@@ -100,3 +100,41 @@ def test_a_bucket_that_behaves_badly_loses_nothing_and_a_lost_commit_is_seen():
         assert world.facts["requests faulted"] > 0
         broken = store.schedule(url, 2, 0.0, Forgetful)
         assert any("which nothing explains" in problem for problem in broken.problems)
+
+
+def test_a_retry_that_no_budget_paid_is_seen():
+    store = proof("object_store")
+    from holdfast.errors import TransientStorageError
+    from holdfast.resilience import RetryPolicy
+    from holdfast.storage import MemoryStorage, retrying
+    from holdfast.storage._wrapped import WrappedStorage
+
+    class Flaky(WrappedStorage):
+        """Does what it is told, and answers from the second time on."""
+
+        def __init__(self, storage):
+            super().__init__(storage)
+            self._told = set()
+
+        def _through(self, method, key, call, /):
+            answer = call()
+            if (method, key) not in self._told:
+                self._told.add((method, key))
+                raise TransientStorageError("not now")
+            return answer
+
+    def metered(budget_of):
+        meter = store.Meter()
+        policy = RetryPolicy(max_retries=5, initial_delay_s=0.001, max_delay_s=0.001)
+        tried = store.Attempts(Flaky(MemoryStorage()), meter)
+        storage = store.Calls(retrying(tried, policy, budget=budget_of(meter)), meter)
+        for key in "abc":
+            storage.stat(storage.create(key, b"1").key)
+        assert [info.key for info in storage.list()] == [*"abc"]
+        return meter
+
+    paid = metered(store.CountedBudget)
+    assert (paid.calls, paid.paid, [*paid.problems()]) == (6, paid.retries, [])
+    assert paid.retries > 0
+    unpaid = metered(lambda _: None)
+    assert [*unpaid.problems()] == [f"6 calls were retried {unpaid.retries} times, 0 of them paid"]

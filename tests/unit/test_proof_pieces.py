@@ -1,15 +1,25 @@
 """Tests of pytest's as batches of ``make proof``: each is run, and none is left out."""
 
+import errno
 import re
+import signal
+from collections import Counter
+from itertools import product
 
 import proof_tools
 import pytest
+from campaign import ENDLESS, FINITE, WORKLOADS
+from injections import ACTS
 
+import crash_states
 import exact_resume
+import failing_calls
 import long_tests
 import rank_faults
-from _campaign import Outcome
+from _campaign import HOLDFAST, Outcome
 from _command import Places, _names
+from _forked import Found
+from _subjects import TORCH
 from _tests import Piece, batches_of, read_report, run_batch, run_tests
 
 REPORT = """<testsuites><testsuite>
@@ -76,3 +86,36 @@ def test_the_tests_of_a_campaign_are_there(campaign):
     for piece in campaign.PIECES:
         path, _, name = piece.tests.partition("::")
         assert f"def {name}" in (proof_tools.REPO / path).read_text("utf-8")
+
+
+def test_workloads_that_run_out_are_crashed_in_one_batch_each_and_the_others_evenly():
+    per = crash_states.FROM_OUTSIDE
+    inside = [batch for batch in range(20 * per) if batch % per]
+    done = Counter(crash_states.workload_of(batch).name for batch in inside)
+    assert done.keys() == {workload.name for workload in WORKLOADS}
+    assert {done[workload.name] for workload in FINITE} == {1}
+    often = [done[workload.name] for workload in ENDLESS]
+    assert max(often) - min(often) <= 1
+
+
+def test_every_act_meets_with_every_error_the_likely_ones_first():
+    per = failing_calls.FROM_OUTSIDE
+    inside = [batch for batch in range(per * 100) if batch % per]
+    met = [
+        (act, code)
+        for act, codes in map(failing_calls.turn_of, inside[: 7 * len(ACTS)])
+        for code in codes
+    ]
+    assert {*met} == {*product(ACTS, failing_calls.INSIDE_CODES)}
+    likely = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR}
+    assert {*met[: len(ACTS) * len(likely)]} == {*product(ACTS, likely)}
+
+
+@pytest.mark.parametrize(("name", "violated"), [(HOLDFAST, 1), (TORCH, 0)])
+def test_a_saver_that_dies_of_a_failing_call_has_told_nobody(name, violated):
+    tally = failing_calls.Tally(name)
+    tally.judge(failing_calls.REFUSED, Found(failing_calls.OLD), "one")
+    tally.judge(-signal.SIGABRT, Found(failing_calls.OLD), "another")
+    assert tally.facts == {"told of the failure": 1, "died of a signal": 1}
+    assert tally.violated == violated
+    assert tally.told == ["another: the save died of SIGABRT"] * violated

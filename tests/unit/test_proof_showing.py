@@ -30,6 +30,7 @@ ROW = Row(
     is_all=False,
     facts={"odd": 1100, "even": 100},
     batches=3,
+    broken=0,
     seconds=4000.0,
     verdict="so far",
     why="",
@@ -120,7 +121,9 @@ def test_why_a_row_is_not_there():
     skipped = replace(ROW, verdict="skipped", why="needs root\nmore")
     assert verdict(skipped) == "skipped: needs root"
     assert Results(run={}, rows=(skipped,)).exit_code == 0
-    assert Results(run={}, rows=(replace(ROW, verdict="broken"),)).exit_code == 2
+    assert Results(run={}, rows=(replace(ROW, verdict="broken", broken=1),)).exit_code == 2
+    besides = replace(BROKEN, broken=1)  # a peer's promise, and a batch that proves nothing
+    assert Results(run={}, rows=(besides,)).exit_code == 2
     assert Results(run={}, rows=(BROKEN,)).exit_code == 0  # a peer's
     assert Results(run={}, rows=(replace(BROKEN, subject="holdfast"),)).exit_code == 1
 

@@ -10,7 +10,7 @@ import tempfile
 import numpy as np
 import pytest
 
-from holdfast.catalog._read_jobs import all_chunks, batches, run_batch
+from holdfast.catalog._read_jobs import all_chunks, batches, run_batch, scratch_buffers
 from holdfast.catalog._shard_read import open_shard
 from holdfast.catalog._shard_write import ArraySource, write_shard
 from holdfast.catalog._spool import Spool
@@ -86,7 +86,7 @@ def test_a_shard_that_was_spooled_is_the_same():
     assert sum(ticks) == sum(placed.stored_bytes for placed in shard.layout.entries)
     assert shard.layout.chunks > 300
     for batch in batches(all_chunks([shard], {})):
-        assert run_batch(storage, batch, keep=False) == []
+        assert run_batch(storage, batch, scratch_buffers(), keep=False) == []
 
 
 PROGRAM = """

@@ -47,6 +47,37 @@ def into(start, size):
     return ReadRange(start=start, into=memoryview(bytearray(size)))
 
 
+class Asked(MemoryStorage):
+    """Notes of each range whether it was to be uncached."""
+
+    def __init__(self):
+        super().__init__()
+        self.uncached = []
+
+    def read_into(self, key, ranges):
+        self.uncached += [wanted.uncached for wanted in ranges]
+        super().read_into(key, ranges)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        patient,
+        lambda storage: deadlined(storage, 60),
+        lambda storage: limited(storage, read_bytes_per_s=2 * MIB, clock=FakeClock()),
+        lambda storage: FaultyStorage(storage, faults=[Fault("read_into", flip_bit=0)]),
+    ],
+    ids=["retrying", "deadlined", "limited", "faulty"],
+)
+@pytest.mark.parametrize("uncached", [False, True])
+def test_what_is_asked_of_the_storage_alone_reaches_it(wrap, uncached):
+    asked = Asked()
+    put(asked, "a", bytes(3 * MIB))
+    wanted = ReadRange(start=0, into=memoryview(bytearray(3 * MIB)), uncached=uncached)
+    wrap(asked).read_into("a", [wanted])
+    assert set(asked.uncached) == {uncached}
+
+
 class Stuck(MemoryStorage):
     """Methods named in ``stuck`` wait for ``go`` before they do anything."""
 

@@ -1,6 +1,7 @@
 """Pieces of shards to be read, gathered into requests, read, verified and copied to where they
 belong. Knows files that are open, not records."""
 
+import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
@@ -12,6 +13,7 @@ from holdfast.contracts import Storage
 from holdfast.errors import CheckpointError
 from holdfast.format import CHUNK_BYTES, PlacedEntry
 from holdfast.reshard import CopyRuns
+from holdfast.storage._pages import Buffers
 
 
 class Job(NamedTuple):
@@ -68,23 +70,32 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
         yield batch
 
 
-def run_batch(storage: Storage, batch: Sequence[Job], *, keep: bool = True) -> list[BadChunk]:
+def scratch_buffers() -> Buffers:
+    """Memory for batches, to be used by one call and then forgotten."""
+    return Buffers(BATCH_BYTES + mmap.PAGESIZE)
+
+
+def run_batch(
+    storage: Storage, batch: Sequence[Job], buffers: Buffers, *, keep: bool = True
+) -> list[BadChunk]:
     """Read a batch in one request, and put what is right where it belongs if it is to be kept.
     Returns the damaged chunks; nothing is copied if there are any."""
     runs: list[ChunkRun] = []
     copies: list[tuple[CopyRuns, memoryview, int, memoryview]] = []
     for job in batch:
         piece, base = job.piece, job.piece.first * CHUNK_BYTES
-        if keep and job.nbytes == len(job.into) and piece.copy is None:
-            memory = job.into
-        elif keep and piece.copy is None:
-            memory = job.into[piece.dst_offset : piece.dst_offset + job.nbytes]
-        else:
+        memory: memoryview | None
+        if not keep:
+            memory = None
+        elif piece.copy is not None:
             memory = memoryview(bytearray(job.nbytes))
-        if keep and piece.copy is not None:
             copies.append((piece.copy, memory, base, job.into))
+        elif job.nbytes == len(job.into):
+            memory = job.into
+        else:
+            memory = job.into[piece.dst_offset : piece.dst_offset + job.nbytes]
         runs.append(ChunkRun(job.shard, job.placed, piece.first, piece.last, memory))
-    bad = read_runs(storage, runs)
+    bad = read_runs(storage, runs, buffers)
     if not bad:
         for copy, scratch, base, into in copies:
             copy_runs(copy, scratch, base, into)

@@ -18,7 +18,15 @@ from holdfast._lanes import run_all
 from holdfast.catalog._committed import find_record
 from holdfast.catalog._names import record_key
 from holdfast.catalog._placing import StoredBoxes, box_bounds
-from holdfast.catalog._read_jobs import Job, all_chunks, batches, copy_runs, run_batch, unreadable
+from holdfast.catalog._read_jobs import (
+    Job,
+    all_chunks,
+    batches,
+    copy_runs,
+    run_batch,
+    scratch_buffers,
+    unreadable,
+)
 from holdfast.catalog._read_plan import plan_box
 from holdfast.catalog._shard_read import BadChunk, OpenShard, open_shard
 from holdfast.catalog._shards import FILES_AT_ONCE, Shards
@@ -97,6 +105,7 @@ class TensorReader:
         itemsizes = [dtype_of(self.tensor(want.name).dtype).itemsize for want in wants]
         views = [_view(want, itemsize) for want, itemsize in zip(wants, itemsizes, strict=True)]
         boxes = [(want.name, want.part.box) for want in wants]
+        buffers = scratch_buffers()
 
         def jobs(stored: Sequence[_Stored], shards: Mapping[int, OpenShard]) -> Iterator[Job]:
             for nth, box, index in stored:
@@ -107,7 +116,7 @@ class TensorReader:
 
         def run(batch: Sequence[Job]) -> None:
             with self._telling_missing_files():
-                damaged = run_batch(self._storage, batch)
+                damaged = run_batch(self._storage, batch, buffers)
             for bad in damaged:
                 raise bad.error()
             tick(sum(job.nbytes for job in batch))
@@ -174,11 +183,12 @@ class TensorReader:
         by batch, whether to read it. Of a file that ``only`` has, by its key, just the entries of
         those names are read."""
         bad: list[BadChunk] = []
+        buffers = scratch_buffers()
 
         def run(batch: Sequence[Job]) -> None:
             try:
                 with self._telling_missing_files():
-                    bad.extend(run_batch(self._storage, batch, keep=False))
+                    bad.extend(run_batch(self._storage, batch, buffers, keep=False))
             except (CorruptedError, StorageError) as error:
                 if error.transient:
                     raise

@@ -3,7 +3,9 @@
 Knows one file at a time; which chunks are wanted is decided elsewhere.
 """
 
+import contextlib
 import itertools
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -23,12 +25,14 @@ from holdfast.format import (
     parse_shard_header,
     parse_table,
 )
+from holdfast.storage._pages import Buffers
 
 MAX_TABLE_BYTES: Final = 256 * 1024 * 1024
 """The most that is read of a chunk table: that of a file of 4 TiB."""
 
 _FIRST_BYTES: Final = 64 * 1024
 _LONG_BYTES: Final = 64 * 1024
+_BUFFER_FROM_BYTES: Final = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +115,14 @@ def read_bytes(storage: Storage, key: str, start: int, nbytes: int) -> bytearray
 
 class ChunkRun(NamedTuple):
     """Chunks ``first`` to ``last``, the latter not included, of an entry, and the memory that is
-    to hold their raw bytes. There are very many."""
+    to hold their raw bytes, if they are wanted and not only to be looked at. There are very
+    many."""
 
     shard: OpenShard
     placed: PlacedEntry
     first: int
     last: int
-    into: memoryview
+    into: memoryview | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,32 +152,61 @@ def run_bytes(placed: PlacedEntry, first: int, last: int) -> int:
     return min(last * CHUNK_BYTES, placed.raw_bytes) - first * CHUNK_BYTES
 
 
-def read_runs(storage: Storage, runs: Sequence[ChunkRun]) -> list[BadChunk]:
+def read_runs(
+    storage: Storage, runs: Sequence[ChunkRun], buffers: Buffers | None = None
+) -> list[BadChunk]:
     """Fill every run, all of one shard, in one request to the storage. Returns the chunks that
     are damaged; what is in memory for those is not to be used.
 
-    Long runs are read to where they belong. Short ones and frames are read together with their
-    neighbours in the file and copied: thousands of short ranges are work for a storage.
+    Long runs that are wanted are read to where they belong. Short ones, frames, and what is only
+    looked at are read together with their neighbours in the file: thousands of short ranges are
+    work for a storage. That takes memory: one of ``buffers`` for the first that is long, so that no
+    batch takes more than one.
     """
     spans = [_stored_span(run) for run in runs]
     wanted: list[ReadRange] = []
     stored: list[memoryview | None] = []
-    for first, last in _neighbours(spans):
-        start, stop = spans[first].start, spans[last - 1].stop
-        if spans[first].direct:
-            memory = runs[first].into
-            stored.append(None)
-        else:
-            memory = memoryview(bytearray(stop - start))
-            stored += [memory[low - start : high - start] for low, high, _ in spans[first:last]]
-        wanted.append(ReadRange(start=start, into=memory))
-    storage.read_into(runs[0].shard.key, wanted)
-    bad: list[BadChunk] = []
-    for run, read in zip(runs, stored, strict=True):
-        if read is not None and run.placed.codec is None:
-            run.into[:] = read
-        bad += _check(run, read)
-    return bad
+    with contextlib.ExitStack() as lent:
+        for first, last in _neighbours(spans):
+            start, stop = spans[first].start, spans[last - 1].stop
+            into = runs[first].into
+            if spans[first].direct and into is not None:  # the latter for mypy: both say the same
+                memory = into
+                stored.append(None)
+            else:
+                memory, buffers = _scratch(start, stop, buffers, lent)
+                stored += [memory[low - start : high - start] for low, high, _ in spans[first:last]]
+            wanted.append(ReadRange(start=start, into=memory))
+        storage.read_into(runs[0].shard.key, wanted)
+        bad: list[BadChunk] = []
+        for run, read in zip(runs, stored, strict=True):
+            bad += _check(run, _raw(run, read), read)
+        return bad
+
+
+def _scratch(
+    start: int, stop: int, buffers: Buffers | None, lent: contextlib.ExitStack
+) -> tuple[memoryview, Buffers | None]:
+    """Memory for these bytes of a file, and where the next may be taken from. That of a buffer lies
+    to its pages as they to the file's, so that a disk can be read straight to it."""
+    skipped = start % mmap.PAGESIZE
+    if buffers is None or not _BUFFER_FROM_BYTES <= stop - start <= buffers.nbytes - skipped:
+        return memoryview(bytearray(stop - start)), buffers
+    buffer = buffers.take()
+    lent.callback(buffers.give, buffer)
+    return buffer[skipped : skipped + stop - start], None
+
+
+def _raw(run: ChunkRun, stored: memoryview | None) -> memoryview:
+    """Where the raw bytes of a run are, or are to be decompressed to."""
+    if run.placed.codec is not None or stored is None:
+        if run.into is not None:
+            return run.into
+        return memoryview(bytearray(run_bytes(run.placed, run.first, run.last)))
+    if run.into is None:
+        return stored
+    run.into[:] = stored
+    return run.into
 
 
 class _Span(NamedTuple):
@@ -186,8 +220,8 @@ class _Span(NamedTuple):
 def _stored_span(run: ChunkRun) -> _Span:
     if run.placed.codec is None:
         start = run.placed.offset + run.first * CHUNK_BYTES
-        size = len(run.into)
-        return _Span(start, start + size, size >= _LONG_BYTES)
+        size = run_bytes(run.placed, run.first, run.last)
+        return _Span(start, start + size, size >= _LONG_BYTES and run.into is not None)
     offsets = run.shard.table.frame_offsets_of(run.placed)
     return _Span(offsets[run.first], offsets[run.last], False)
 
@@ -202,15 +236,16 @@ def _neighbours(spans: Sequence[_Span]) -> Iterator[tuple[int, int]]:
     yield first, len(spans)
 
 
-def _check(run: ChunkRun, stored: memoryview | None) -> list[BadChunk]:
-    """The chunks that are damaged. Frames, which are in ``stored``, are decompressed."""
+def _check(run: ChunkRun, into: memoryview, stored: memoryview | None) -> list[BadChunk]:
+    """The chunks that are damaged. Frames, which are in ``stored``, are decompressed to where the
+    others are."""
     table, placed = run.shard.table, run.placed
     sizes = table.frames_of(placed)
     bad = []
     at = 0
     for chunk in range(run.first, run.last):
         start = (chunk - run.first) * CHUNK_BYTES
-        raw = run.into[start : start + CHUNK_BYTES]
+        raw = into[start : start + CHUNK_BYTES]
         problem = None
         if sizes and stored is not None:
             problem = _decompress(run, stored[at : at + sizes[chunk]], raw)

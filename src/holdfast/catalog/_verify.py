@@ -18,6 +18,7 @@ from holdfast.catalog._shard_read import OpenShard
 from holdfast.catalog._shards import FILES_AT_ONCE
 from holdfast.contracts import Storage
 from holdfast.errors import CheckpointError, CorruptedError, IncompatibleVersionError, LoadError
+from holdfast.storage._uncached import UncachedStorage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,8 @@ def verify_checkpoint(
     if _checks.count("part[0]", nth, least=1) > of:
         raise ValueError(f"part must be (1, {of}) to ({of}, {of}), not {part!r}")
     batches = itertools.count()
-    return _verified(storage, prefix, lambda: next(batches) % of == nth - 1, progress)
+    stored = UncachedStorage(storage)
+    return _verified(stored, prefix, lambda: next(batches) % of == nth - 1, progress)
 
 
 def verify_structure(storage: Storage, prefix: str) -> VerifyReport:

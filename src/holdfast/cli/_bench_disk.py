@@ -2,13 +2,14 @@
 anything that keeps bytes on this disk is to be compared with."""
 
 import functools
-import mmap
 import os
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
+
+from holdfast.storage._pages import aligned_memory
 
 _BLOCK: Final = 4 * 1024 * 1024
 _PAGE: Final = 4096
@@ -20,14 +21,9 @@ def bare_write(path: Path, nbytes: int) -> None:
     path.unlink(missing_ok=True)
     fd = _opened(path, os.O_RDWR | os.O_CREAT)
     try:
-        with memoryview(_noise()) as view:
-            os.posix_fallocate(fd, 0, _in_pages(nbytes))
-
-            def move(at: int, size: int) -> int:
-                with view[:size] as data:
-                    return os.pwrite(fd, data, at)
-
-            _on_threads(nbytes, move)
+        noise = _noise()  # before the threads, each of which would make its own
+        os.posix_fallocate(fd, 0, _in_pages(nbytes))
+        _on_threads(nbytes, lambda at, size: os.pwrite(fd, noise[:size], at))
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -37,14 +33,13 @@ def bare_read(path: Path, nbytes: int) -> None:
     """All of such a file, and nothing done with it."""
     fd = _opened(path, os.O_RDONLY)
     try:
-        with mmap.mmap(-1, _THREADS * _BLOCK) as blocks, memoryview(blocks) as view:
+        blocks = aligned_memory(_THREADS * _BLOCK)
 
-            def move(at: int, size: int) -> int:
-                own = at % len(view)  # two that are read at once are of different lanes
-                with view[own : own + size] as into:
-                    return os.preadv(fd, [into], at)
+        def move(at: int, size: int) -> int:
+            own = at % len(blocks)  # two that are read at once are of different lanes
+            return os.preadv(fd, [blocks[own : own + size]], at)
 
-            _on_threads(nbytes, move)
+        _on_threads(nbytes, move)
     finally:
         os.close(fd)
 
@@ -60,6 +55,16 @@ def drop_from_cache(folder: Path) -> None:
                 os.close(fd)
 
 
+def take_into_cache(folder: Path) -> None:
+    """Have what is in a folder read from the page cache the next time."""
+    block = bytearray(_BLOCK)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(block):
+                    pass
+
+
 def _opened(path: Path, flags: int) -> int:
     """Past the page cache where the filesystem can do that, and else through it."""
     try:
@@ -69,10 +74,10 @@ def _opened(path: Path, flags: int) -> int:
 
 
 @functools.cache
-def _noise() -> mmap.mmap:
+def _noise() -> memoryview:
     """A block that cannot be compressed. Made once: it takes longer than to write it."""
-    block = mmap.mmap(-1, _BLOCK)
-    block.write(secrets.token_bytes(_BLOCK))
+    block = aligned_memory(_BLOCK)
+    block[:] = secrets.token_bytes(_BLOCK)
     return block
 
 

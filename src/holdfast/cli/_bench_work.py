@@ -17,7 +17,7 @@ import numpy as np
 
 import holdfast
 from holdfast.catalog import Catalog
-from holdfast.cli._bench_disk import bare_read, bare_write, drop_from_cache
+from holdfast.cli._bench_disk import bare_read, bare_write, drop_from_cache, take_into_cache
 from holdfast.cli._bench_rounds import Work
 from holdfast.cli._doctor_storage import write_object
 from holdfast.cli._scratch import Scratch
@@ -77,7 +77,7 @@ class Works:
 def works_of(own: Scratch, nbytes: int) -> Works:
     """What there is to be timed with a state of about ``nbytes``.
 
-    On a disk, what is read is first dropped from the page cache, and then read once more from it.
+    On a disk, what is read is first dropped from the page cache, and then once more taken into it.
     An object store has no such cache, and no torch.save.
     """
     torch = importlib.import_module("torch") if has_torch() else None
@@ -96,8 +96,14 @@ def works_of(own: Scratch, nbytes: int) -> Works:
         bare = f"{_BARE_READ}{is_cold}"
         return Work(name=name, call=call, nbytes=large.nbytes, before=cold, bare=bare)
 
+    warm = partial(take_into_cache, own.folder) if own.folder is not None else _nothing
     warm_works = [
-        Work(name=f"{saver.loads}, warm", call=partial(saver.load, large), nbytes=large.nbytes)
+        Work(
+            name=f"{saver.loads}, warm",
+            call=partial(saver.load, large),
+            nbytes=large.nbytes,
+            before=warm,
+        )
         for saver in savers
     ]
     large_works = [

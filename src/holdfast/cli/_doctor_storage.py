@@ -87,7 +87,7 @@ def bandwidth(storage: Storage, nbytes: int, *, slow: float) -> Iterator[Finding
     yield _speed("write, durable", nbytes, time.monotonic() - begun, slow)
     into = memoryview(bytearray(nbytes))
     begun = time.monotonic()
-    storage.read_into("large", [ReadRange(start=0, into=into)])
+    storage.read_into("large", [ReadRange(start=0, into=into, uncached=True)])
     yield _speed("read", nbytes, time.monotonic() - begun, slow)
 
 

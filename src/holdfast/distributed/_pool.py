@@ -6,6 +6,8 @@ from typing import Final
 
 import torch
 
+from holdfast.distributed._fresh import in_large_pages
+
 SLOT_BYTES: Final = 16 * 1024 * 1024
 """What is lent out at a time: large enough to be copied at full speed, small enough that whoever
 waits for one copy waits for a few milliseconds."""
@@ -60,9 +62,10 @@ class Pool:
             return
         try:
             with torch.inference_mode(False):  # or nobody could write to it outside of that mode
-                slab = torch.empty(
-                    nbytes, dtype=torch.uint8, device="cpu", pin_memory=_is_cuda_in_use()
-                )
+                pinned = _is_cuda_in_use()
+                slab = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                if not pinned:
+                    in_large_pages(slab)
         except RuntimeError:  # no more memory is to be had; copies go through what there is
             self._limit = self._bytes
             return

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as theirs
 
+from holdfast.distributed._fresh import in_large_pages
 from holdfast.format import DType, dtype_of
 from holdfast.format._dtypes import DTYPES
 from holdfast.reshard import (
@@ -252,7 +253,7 @@ def known_dtype(code: str) -> torch.dtype:
 
 def empty_local(shape: Sequence[int], code: str) -> torch.Tensor:
     """Memory of this process for an array of a stored type."""
-    return torch.empty(tuple(shape), dtype=known_dtype(code), device="cpu")
+    return in_large_pages(torch.empty(tuple(shape), dtype=known_dtype(code), device="cpu"))
 
 
 def wrap(local: torch.Tensor, like: Like, shape: tuple[int, ...]) -> torch.Tensor:

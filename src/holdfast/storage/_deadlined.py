@@ -9,6 +9,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -86,8 +87,7 @@ class _DeadlinedStorage(WrappedStorage):
 
     def read_into(self, key: str, ranges: Sequence[ReadRange]) -> None:
         private = [
-            ReadRange(start=wanted.start, into=memoryview(bytearray(wanted.into.nbytes)))
-            for wanted in ranges
+            replace(wanted, into=memoryview(bytearray(wanted.into.nbytes))) for wanted in ranges
         ]
         super().read_into(key, private)
         for wanted, own in zip(ranges, private, strict=True):

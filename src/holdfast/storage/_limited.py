@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from holdfast import _checks
@@ -148,7 +149,7 @@ def _pieces(ranges: Sequence[ReadRange], most: int) -> Iterator[list[ReadRange]]
             if len(part) > room:
                 yield group
                 group, room = [], most
-            group.append(ReadRange(start=wanted.start + start, into=part))
+            group.append(replace(wanted, start=wanted.start + start, into=part))
             room -= len(part)
     if group:
         yield group

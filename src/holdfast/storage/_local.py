@@ -24,7 +24,7 @@ from holdfast.storage._new_file import RESERVED, NewFile
 from holdfast.storage._ordered import OrderedWriter, announced
 from holdfast.storage._ranges import check_ranges, small
 from holdfast.storage._root_lock import RootLock
-from holdfast.storage._streams import Buffers, WriteStream, read_ranges, write_all
+from holdfast.storage._streams import WriteStream, file_buffers, read_ranges, write_all
 from holdfast.storage._system import System
 from holdfast.storage._tree import listed, object_info, swept
 
@@ -34,7 +34,8 @@ _DIRECT_FROM_BYTES = 1024 * 1024
 class LocalStorage:
     """``contracts.Storage`` in a folder. Made when first written to; may be shared by processes.
 
-    Large objects are written and read past the page cache where the filesystem allows it.
+    Large objects are written and read past the page cache where the filesystem allows it; what is
+    in it already is read from it.
     Symbolic links inside the root are not followed. Files are made readable as the umask allows
     and writable by their owner alone. ``replace``, and ``delete`` of one version, compare under a
     lock on the root that every ``LocalStorage`` of that root respects, in any process; where the
@@ -50,7 +51,7 @@ class LocalStorage:
         self._system = System() if system is None else system
         self._folders = Folders(self._root, self._system)
         self._lock = RootLock(self._system, self._folders, self.url)
-        self._buffers = Buffers()
+        self._buffers = file_buffers()
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.url!r})"
@@ -91,22 +92,22 @@ class LocalStorage:
             return object_info(key, file.publish(name, lambda: self._unchanged(key, expected)))
 
     def read(self, key: str) -> bytes:
-        with self._opened(key, direct=True) as (fd, direct, info):
+        with self._opened(key) as (fd, info):
             data = bytearray(info.size_bytes)
-            self._fill(key, fd, [ReadRange(start=0, into=memoryview(data))], direct=direct)
+            self._fill(key, fd, [ReadRange(start=0, into=memoryview(data))])
             return bytes(data)
 
     def read_into(self, key: str, ranges: Sequence[ReadRange]) -> None:
-        with self._opened(key, direct=True) as (fd, direct, info):
+        with self._opened(key) as (fd, info):
             check_ranges(ranges, info.size_bytes, key)
-            self._fill(key, fd, ranges, direct=direct)
+            self._fill(key, fd, ranges)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with translated("list the storage", prefix):
             return iter([*listed(self._folders, prefix)])
 
     def stat(self, key: str) -> ObjectInfo:
-        with self._opened(key) as (_, _, info):
+        with self._opened(key) as (_, info):
             return info
 
     def delete(self, key: str, *, expected: str | None = None) -> None:
@@ -154,12 +155,12 @@ class LocalStorage:
             file.close()
 
     @contextlib.contextmanager
-    def _opened(self, key: str, *, direct: bool = False) -> Iterator[tuple[int, bool, ObjectInfo]]:
+    def _opened(self, key: str) -> Iterator[tuple[int, ObjectInfo]]:
         parts, name = _place(key)
         with translated("read the object", key):
             try:
                 with self._folders.existing(parts) as folder:
-                    fd, direct = self._system.open_file(name, folder, direct=direct)
+                    fd = self._system.open_file(name, folder)
             except NotADirectoryError:
                 raise ObjectNotFoundError("there is no such object", path=key) from None
         try:
@@ -169,17 +170,22 @@ class LocalStorage:
                 raise ObjectNotFoundError("there is no such object", path=key)
             if not modes.S_ISREG(found.st_mode):
                 raise StorageError("this is no plain file", path=key)
-            yield fd, direct, object_info(key, found)
+            yield fd, object_info(key, found)
         finally:
             self._system.close(fd)
 
-    def _fill(self, key: str, fd: int, ranges: Sequence[ReadRange], *, direct: bool) -> None:
+    def _fill(self, key: str, fd: int, ranges: Sequence[ReadRange]) -> None:
+        size = sum(wanted.into.nbytes for wanted in ranges)
         with translated("read the object", key):
-            if direct and sum(wanted.into.nbytes for wanted in ranges) < _DIRECT_FROM_BYTES:
-                self._system.make_buffered(fd)
-                direct = False
             try:
-                read_ranges(self._system, fd, ranges, direct=direct, buffers=self._buffers)
+                read_ranges(
+                    self._system,
+                    fd,
+                    ranges,
+                    past_cache=size >= _DIRECT_FROM_BYTES,
+                    uncached=any(wanted.uncached for wanted in ranges),
+                    buffers=self._buffers,
+                )
             except EOFError as error:
                 raise StorageError(
                     f"the object was cut while it was read: {error}", path=key

@@ -56,7 +56,7 @@ def fetch_all(ranges: Sequence[ReadRange], fetch: Callable[[int, int], Fetched],
 
     spans = read_spans(ranges, max_gap=GAP_BYTES, max_bytes=REQUEST_BYTES)
     try:
-        run_all(spans, fill, lanes=max(1, min(THREADS, len(spans))))
+        run_all(spans, fill, lanes=THREADS)
     except PastTheEndError as error:
         error.versions = frozenset(versions)
         raise

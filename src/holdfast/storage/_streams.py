@@ -2,11 +2,11 @@
 
 Knows buffers, blocks and threads; knows no names. Direct I/O wants aligned memory, so bytes go
 through a few aligned buffers that are used again and again: the copy costs a tenth of the disk's
-time, and the page cache is neither filled nor waited for. Where a filesystem refuses direct I/O
-the same code runs buffered.
+time, and the page cache is not filled. What is in it already is read from it. Memory that lies to
+its pages as the bytes do to the file's blocks is read to without a buffer.
+Where a filesystem refuses direct I/O the same code runs buffered.
 """
 
-import collections
 import errno
 import mmap
 import queue
@@ -17,6 +17,7 @@ import numpy as np
 
 from holdfast._lanes import run_all
 from holdfast.contracts import ReadRange
+from holdfast.storage._pages import Buffers, address_of
 from holdfast.storage._ranges import ReadSpan, read_spans
 from holdfast.storage._system import BLOCK_BYTES, System
 
@@ -24,27 +25,15 @@ BUFFER_BYTES = 4 * 1024 * 1024
 IN_FLIGHT = 4
 """Requests at once for one stream; with ``BUFFER_BYTES`` also what a stream holds in memory."""
 
-_KEPT_BUFFERS = 8
 _GAP_BYTES = 64 * 1024
 
 Buffer = memoryview
 
 
-class Buffers:
-    """Aligned buffers that are used again: ``BUFFER_BYTES``, and a block for what a read that is
-    not aligned takes in on the way. Thread-safe; never makes anybody wait."""
-
-    def __init__(self) -> None:
-        self._free: collections.deque[Buffer] = collections.deque(maxlen=_KEPT_BUFFERS)
-
-    def take(self) -> Buffer:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return memoryview(mmap.mmap(-1, BUFFER_BYTES + BLOCK_BYTES))
-
-    def give(self, buffer: Buffer) -> None:
-        self._free.append(buffer)
+def file_buffers() -> Buffers:
+    """For streams and reads: ``BUFFER_BYTES``, and a block for what a read that is not aligned
+    takes in on the way."""
+    return Buffers(BUFFER_BYTES + BLOCK_BYTES)
 
 
 class WriteStream:
@@ -226,11 +215,36 @@ def write_all(
 
 
 def read_ranges(
-    system: System, fd: int, ranges: Sequence[ReadRange], *, direct: bool, buffers: Buffers
+    system: System,
+    fd: int,
+    ranges: Sequence[ReadRange],
+    *,
+    past_cache: bool,
+    uncached: bool,
+    buffers: Buffers,
 ) -> None:
     """Fill every range, which must lie inside the file. Neighbours are read together, long ones
-    in parts, and several requests are in flight if there is work for them."""
+    in parts, and several requests are in flight if there is work for them.
+
+    With ``past_cache`` only what is in the page cache comes from there, and with ``uncached`` not
+    even that; where a filesystem refuses direct I/O, all of it does.
+    """
     spans = read_spans(ranges, max_gap=_GAP_BYTES, max_bytes=BUFFER_BYTES)
+    on_disk: list[ReadSpan] = []
+    if past_cache or uncached:
+        cached: list[ReadSpan] = []
+        for span in spans:
+            found = not uncached and system.is_cached(fd, span.start, span.stop - span.start)
+            (cached if found else on_disk).append(span)
+        spans = cached
+    _read_all(system, fd, spans, direct=False, buffers=buffers)
+    if on_disk:
+        _read_all(system, fd, on_disk, direct=system.make_direct(fd), buffers=buffers)
+
+
+def _read_all(
+    system: System, fd: int, spans: Sequence[ReadSpan], *, direct: bool, buffers: Buffers
+) -> None:
     run_all(
         spans,
         lambda span: _read_span(system, fd, span, direct=direct, buffers=buffers),
@@ -243,6 +257,10 @@ def _read_span(system: System, fd: int, span: ReadSpan, *, direct: bool, buffers
     if not direct and len(span.targets) == 1:
         _read_exactly(system, fd, span.targets[0][1], span.start, enough=size, direct=False)
         return
+    if direct and len(span.targets) == 1:
+        ((_, into),) = span.targets
+        if _read_straight(system, fd, span.start, into, buffers):
+            return
     skipped = span.start % BLOCK_BYTES if direct else 0
     wanted = skipped + size
     aligned = -(-wanted // BLOCK_BYTES) * BLOCK_BYTES if direct else wanted
@@ -254,6 +272,40 @@ def _read_span(system: System, fd: int, span: ReadSpan, *, direct: bool, buffers
             copy(buffer[skipped + at : skipped + at + len(into)], into)
     finally:
         buffers.give(buffer)
+
+
+def _read_straight(system: System, fd: int, start: int, into: memoryview, buffers: Buffers) -> bool:
+    """Read it all to where it belongs, but for what it has of its first and last block, if that
+    memory lies right. ``False`` if it does not, or if the system refuses or gives less: then it is
+    to be read by way of a buffer."""
+    stop = start + len(into)
+    head, tail = -start % BLOCK_BYTES, stop % BLOCK_BYTES
+    if (address_of(into) - start) % BLOCK_BYTES or len(into) < head + tail + BLOCK_BYTES:
+        return False
+    if mmap.PAGESIZE != BLOCK_BYTES:  # a page would be written by two requests at once
+        return False
+    edges = buffers.take() if head or tail else into
+    try:
+        before = [edges[:BLOCK_BYTES]] if head else []
+        behind = [edges[BLOCK_BYTES : 2 * BLOCK_BYTES]] if tail else []
+        first = start // BLOCK_BYTES * BLOCK_BYTES
+        try:
+            parts = [*before, into[head : len(into) - tail], *behind]
+            got = system.read_parts(fd, parts, first)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.EFAULT}:
+                raise
+            return False
+        if got < stop - first:
+            return False
+        for block in before:
+            into[:head] = block[-head:]
+        for block in behind:
+            into[-tail:] = block[:tail]
+    finally:
+        if edges is not into:
+            buffers.give(edges)
+    return True
 
 
 def _read_exactly(

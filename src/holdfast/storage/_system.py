@@ -9,9 +9,11 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 
 BLOCK_BYTES = 4096
 """What direct I/O aligns memory, offsets and sizes to. Every disk sold divides it."""
@@ -25,6 +27,15 @@ _NOT_OFFERED = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, err
 _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 if _fallocate is not None:
     _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+_CACHESTAT = 451
+"""Its number on the processors that torch runs on, as that of all calls newer than 2019."""
+
+_syscall = getattr(ctypes.CDLL(None), "syscall", None) if sys.platform == "linux" else None
+if _syscall is not None:
+    _words = ctypes.POINTER(ctypes.c_uint64)
+    _syscall.argtypes = [ctypes.c_long, ctypes.c_long, _words, _words, ctypes.c_long]
+    _syscall.restype = ctypes.c_long
 
 
 class System:
@@ -42,33 +53,50 @@ class System:
     def remove_folder(self, name: str, folder: int) -> None:
         os.rmdir(name, dir_fd=folder)
 
-    def open_file(self, name: str, folder: int, *, direct: bool = False) -> tuple[int, bool]:
-        """Open for reading. Also says whether it is open for direct I/O, which is tried if
-        wanted."""
-        return self._open(name, os.O_RDONLY, 0, folder, direct=direct)
+    def open_file(self, name: str, folder: int) -> int:
+        """Open for reading, through the page cache."""
+        return os.open(name, os.O_RDONLY | _FILE_FLAGS, dir_fd=folder)
 
     def create_file(self, name: str, folder: int, *, direct: bool = False) -> tuple[int, bool]:
-        """Create a new file for writing: by its owner only, readable as the umask allows."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        return self._open(name, flags, 0o644, folder, direct=direct)
-
-    def _open(
-        self, name: str, flags: int, mode: int, folder: int, *, direct: bool
-    ) -> tuple[int, bool]:
+        """Create a new file for writing: by its owner only, readable as the umask allows. Also
+        says whether it is open for direct I/O, which is tried if wanted."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS
         if direct and _DIRECT:
             try:
-                return os.open(name, flags | _FILE_FLAGS | _DIRECT, mode, dir_fd=folder), True
+                return os.open(name, flags | _DIRECT, 0o644, dir_fd=folder), True
             except OSError as error:
                 if error.errno not in _NOT_DIRECT:
                     raise
-                if flags & os.O_CREAT:  # some systems make the file before they refuse
-                    with contextlib.suppress(FileNotFoundError):
-                        self.unlink(name, folder)
-        return os.open(name, flags | _FILE_FLAGS, mode, dir_fd=folder), False
+                with contextlib.suppress(FileNotFoundError):  # some make the file and then refuse
+                    self.unlink(name, folder)
+        return os.open(name, flags, 0o644, dir_fd=folder), False
 
     def open_lock(self, name: str, folder: int) -> int:
         """Open a file that is only ever locked, by anybody the umask lets write."""
         return os.open(name, os.O_RDWR | os.O_CREAT | _FILE_FLAGS, 0o666, dir_fd=folder)
+
+    def is_cached(self, fd: int, offset: int, size: int) -> bool:
+        """Whether the page cache has all of these bytes of an open file. ``False`` where that
+        cannot be known: before Linux 6.5, on overlayfs, or of a file that one may not write."""
+        if _syscall is None:
+            return False
+        wanted, found = (ctypes.c_uint64 * 2)(offset, size), (ctypes.c_uint64 * 5)()
+        if _syscall(_CACHESTAT, fd, wanted, found, 0) != 0:
+            return False
+        pages = -(-(offset + size) // mmap.PAGESIZE) - offset // mmap.PAGESIZE
+        return found[0] >= pages
+
+    def make_direct(self, fd: int) -> bool:
+        """Go past the page cache from here on, and say whether this file can be read so."""
+        if not _DIRECT:
+            return False
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _DIRECT)
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise
+            return False
+        return True
 
     def make_buffered(self, fd: int) -> None:
         """Give up direct I/O on an open file."""
@@ -87,7 +115,11 @@ class System:
         return os.pwrite(fd, data, offset)
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
-        return os.preadv(fd, [into], offset)
+        return self.read_parts(fd, [into], offset)
+
+    def read_parts(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        """Read what follows each other in a file to several places, at once."""
+        return os.preadv(fd, into, offset)
 
     def allocate(self, fd: int, size: int) -> None:
         """Reserve room where the filesystem can; ENOSPC where there is none. Never by writing."""

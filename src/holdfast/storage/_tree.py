@@ -34,9 +34,11 @@ def listed(folders: Folders, prefix: str) -> Iterator[ObjectInfo]:
         key = above + name
         if not name:
             open_folders.pop()
-        elif status is not None and key.startswith(prefix):
+        elif not key.startswith(prefix):
+            continue
+        elif status is not None:
             yield object_info(key, status)
-        elif status is None and (key.startswith(prefix) or prefix.startswith(key)):
+        else:
             inner = tuple(key.split("/")[:-1])
             open_folders.append((key, iter(_entries(folders, inner))))
 

@@ -5,7 +5,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Final, Literal, TypeVar
 
 from holdfast import _checks
@@ -149,7 +149,7 @@ class FaultyStorage(WrappedStorage):
         whole = bytearray(sum(wanted.into.nbytes for wanted in ranges))
         slots = _slots(ranges)
         private = [
-            ReadRange(start=wanted.start, into=memoryview(whole)[slot])
+            replace(wanted, into=memoryview(whole)[slot])
             for wanted, slot in zip(ranges, slots, strict=True)
         ]
         self._around(fault, functools.partial(self._inner.read_into, key, private))

@@ -12,8 +12,9 @@ import torch
 import xxhash
 
 from holdfast.activation._keeping.extents import Extents
-from holdfast.activation._keeping.scratch import REQUEST_BYTES, ScratchFile, aligned_buffer
+from holdfast.activation._keeping.scratch import REQUEST_BYTES, ScratchFile
 from holdfast.errors import CorruptedError
+from holdfast.storage._pages import aligned_memory
 from holdfast.storage._system import BLOCK_BYTES
 
 _CPU: Final = torch.device("cpu")
@@ -126,7 +127,7 @@ class DiskStore:
 
     def _copy(self, source: Any, offset: int, wanted: Callable[[], bool]) -> bytes | None:
         if self._staging is None:
-            self._staging = aligned_buffer(REQUEST_BYTES)
+            self._staging = aligned_memory(REQUEST_BYTES)
         staging = self._staging
         digest = xxhash.xxh3_128()
         for at in range(0, source.numel(), REQUEST_BYTES):

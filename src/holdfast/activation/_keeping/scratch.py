@@ -4,7 +4,6 @@ Knows folders, mounts and requests; not what the bytes are.
 
 import errno
 import logging
-import mmap
 import os
 import secrets
 import tempfile
@@ -163,8 +162,3 @@ class ScratchFile:
             "the filesystem of the disk tier takes no direct I/O: it is written through the page "
             "cache, which is then dropped; another folder= may be faster"
         )
-
-
-def aligned_buffer(size: int) -> memoryview:
-    """Memory for direct requests."""
-    return memoryview(mmap.mmap(-1, size))
