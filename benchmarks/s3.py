@@ -2,10 +2,12 @@
 
 The server is moto, a process on loopback that keeps objects in memory; it shares the machine with
 who is measured, so the bare server, one object of as many bytes put and got with nothing done to
-them, is in the comparison. ``torch.save`` and safetensors make their bytes in memory, which are put
-by obstore as one stream of parts, as holdfast's are, or by boto3's managed transfer. DCP goes
-through fsspec, where s3fs is installed. All load into tensors that are there. holdfast alone
-verifies what it reads.
+them, is in the comparison. It is got in one request, and also in ranges, several at a time, as
+holdfast and boto3 read: that is the fast way with Amazon's S3, and the slow one with moto, which
+copies the whole object for every range of it. ``torch.save`` and safetensors make their bytes in
+memory, which are put by obstore as one stream of parts, as holdfast's are, or by boto3's managed
+transfer. DCP goes through fsspec, where s3fs is installed. All load into tensors that are there.
+holdfast alone verifies what it reads.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import io
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,13 +35,15 @@ from _measure import FULL, MIB, Extent, Measurement, Place, at_least, interleave
 from _peers import HOLDFAST, SAFETENSORS, TORCH, Tensors, check, copy_over
 from holdfast.catalog import Catalog
 from holdfast.storage import StorageOptions
+from holdfast.storage._object_reads import REQUEST_BYTES, THREADS
 from storage import random_state
 
 STATE_BYTES = 128 * MIB
 LEAF_BYTES = 8 * MIB
 REPEATS = 5
 BUCKET = "bucket"
-BARE, BOTO, DCP = "bare server", f"{TORCH} and boto3", "DCP through fsspec"
+BARE, IN_RANGES = "bare server", "bare server, in ranges"
+BOTO, DCP = f"{TORCH} and boto3", "DCP through fsspec"
 SERVERS = Path(__file__).parents[1] / "tests" / "conformance"
 KEYS = {"access_key_id": "key", "secret_access_key": "word", "region": "us-east-1"}
 
@@ -71,7 +76,7 @@ def _measure(extent: Extent, folder: Path) -> list[Measurement]:
             prepare=lambda name: _empty(store, name),
         )
         for name, each in ways.items():
-            if name != BARE:
+            if name not in {BARE, IN_RANGES}:
                 check(name, each.load, state, into)
         loaded = interleaved({name: each.load for name, each in ways.items()}, repeats=repeats)
     found = []
@@ -89,8 +94,8 @@ def _measure(extent: Extent, folder: Path) -> list[Measurement]:
 
 
 def _compared(what: str, name: str, pairs: list[float]) -> Measurement:
-    if name == BARE:
-        return told(f"{what}, of the bare server's speed", pairs, "x")
+    if name in {BARE, IN_RANGES}:
+        return told(f"{what}, of the speed of the {name}", pairs, "x")
     place = Place(chart=what, series=name)
     return at_least(f"{what}, times as fast as {name}", pairs, "x", 1, place=place)
 
@@ -121,6 +126,10 @@ def ways_to(url: str, store: Any, state: Tensors, into: Tensors) -> dict[str, Wa
             save=lambda: obstore.put(store, BARE, whole),
             load=lambda: obstore.get(store, BARE).bytes(),
         ),
+        IN_RANGES: Way(
+            save=lambda: obstore.put(store, IN_RANGES, whole),
+            load=lambda: _get_in_ranges(store, IN_RANGES, len(whole)),
+        ),
         HOLDFAST: Way(
             save=lambda: catalog.write("a", arrays),
             load=lambda: catalog.open("a").read_into(into_arrays),
@@ -140,6 +149,14 @@ def ways_to(url: str, store: Any, state: Tensors, into: Tensors) -> dict[str, Wa
     if importlib.util.find_spec("s3fs") is not None:
         found[DCP] = _dcp(url, state, into)
     return found
+
+
+def _get_in_ranges(store: Any, key: str, size: int) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        starts = range(0, size, REQUEST_BYTES)
+        ends = (min(start + REQUEST_BYTES, size) for start in starts)
+        for _ in pool.map(lambda a, b: obstore.get_range(store, key, start=a, end=b), starts, ends):
+            pass
 
 
 def _boto3(url: str, state: Tensors, into: Tensors) -> Way:
