@@ -3,8 +3,9 @@
 - Bytes: 64 MiB to 4 GiB in tensors of 16 MiB. Tensors: 10 to 100,000 of 1 KiB. Saved until they are
   durable and loaded into tensors that are there, from a cold cache and up to 1 GiB also from a warm
   one, by one process: holdfast, torch.save, safetensors and DCP, at its defaults and at the best of
-  1, 2 and 4 threads, take turns; Orbax, too, where it is installed. Where a round of saves takes
-  longer than ``PATIENCE_S`` there are fewer, and where DCP alone does, it keeps to its defaults.
+  1, 2 and 4 threads, take turns; Orbax, too, where it is installed, up to 1 GiB: it takes memory
+  for two more copies of what it saves. Where a round of saves takes longer than ``PATIENCE_S``
+  there are fewer, and where DCP alone does, it keeps to its defaults.
 - Ranks: 1 to 8,192 simulated ones, with 1,000 tensors that all of them share (FSDP2). Timed is what
   rank 0 does with what the others sent: decode, plan, and encode the record. DCP's rank 0 gets as
   many plans and results, decodes, plans and writes its metadata; it takes part as far as its time
@@ -34,11 +35,12 @@ from _measure import (
     ratios,
     told,
 )
-from _peers import DCP, DCP_DEFAULT, HOLDFAST, check, peer_names, way
+from _peers import DCP, DCP_DEFAULT, HOLDFAST, ORBAX, check, peer_names, way
 
 SIZES = (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB)
 LEAF_BYTES = 16 * MIB
 WARM_BYTES = 1024 * MIB
+ORBAX_BYTES = 1024 * MIB
 COUNTS = (10, 100, 1_000, 10_000, 100_000)
 SMALL_BYTES = 1024
 MANY = 10_000
@@ -97,7 +99,10 @@ def side_by_side(
     """Seconds of every library, by what it did: ``save``, ``cold load`` and perhaps ``warm load``.
     Each is tried once before, and compared is whether it loads what it saved."""
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    ways = {name: way(name, folder, state, into) for name in (HOLDFAST, *peer_names())}
+    names = [HOLDFAST, *peer_names()]
+    if sum(tensor.nbytes for tensor in state.values()) > ORBAX_BYTES:
+        names = [name for name in names if name != ORBAX]
+    ways = {name: way(name, folder, state, into) for name in names}
     first = interleaved({DCP_DEFAULT: ways[DCP_DEFAULT].save}, repeats=1)
     if median(first[DCP_DEFAULT]) > PATIENCE_S:
         ways = {name: each for name, each in ways.items() if name not in DCP or name in first}
