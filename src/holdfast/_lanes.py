@@ -12,40 +12,62 @@ def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
     """Call ``run`` with every item, on ``lanes`` threads, of which the caller's is one.
 
     The first ``lanes`` items are taken at once, so that no thread is started that has nothing to
-    do; the rest one at a time, as threads become free. After an error no further item is begun,
-    and the first error is raised when all threads have ended. No item is ``None``.
+    do; the rest one at a time, as threads become free. After an error, or an interrupt, no further
+    item is begun, and the first is raised when all threads have ended. No item is ``None``.
     """
     items = iter(work)
     head = [*itertools.islice(items, lanes)]
     items = itertools.chain(head, items)
     lock = threading.Lock()
     errors: list[BaseException] = []
+    over = threading.Event()
+
+    def fail(error: BaseException) -> None:
+        errors.append(error)
+        over.set()
 
     def lane() -> None:
         try:
             while (item := take()) is not None:
                 run(item)
         except BaseException as error:  # noqa: BLE001 -- raised by the caller's thread
-            errors.append(error)
+            fail(error)
 
     def take() -> T | None:
         with lock:
-            return None if errors else next(items, None)
+            return None if over.is_set() else next(items, None)
 
     threads: list[threading.Thread] = []
     try:
         _start(threads, lane, len(head) - 1)
+        lane()
     except BaseException as error:  # noqa: BLE001 -- an interrupt; those that run must end first
-        errors.append(error)
-    lane()
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join()
+        fail(error)
+    try:
+        join_all(threads)
+    except BaseException as interrupt:  # noqa: BLE001 -- raised below, as any error
+        fail(interrupt)
+    over.set()  # for a thread whose start was interrupted: it may begin only now
     if errors:
         try:
             raise errors[0]
         finally:
             errors.clear()  # or the error and the frames that it knows would keep each other alive
+
+
+def join_all(threads: Iterable[threading.Thread]) -> None:
+    """Wait until all of these have ended, whatever interrupts this thread: they use memory and
+    descriptors that their caller will use for something else. The first interrupt is raised
+    then."""
+    first: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as interrupt:  # noqa: BLE001 -- raised below
+                first = first or interrupt
+    if first is not None:
+        raise first
 
 
 def _start(threads: list[threading.Thread], lane: Callable[[], None], count: int) -> None:

@@ -1,11 +1,17 @@
 """Work side by side: all of it, on no more threads than there is work for, and no more after an
 error."""
 
+import contextlib
 import threading
+import time
 
 import pytest
 
 from holdfast._lanes import run_all
+from holdfast.contracts import ReadRange
+from holdfast.storage import LocalStorage
+from holdfast.storage._streams import BUFFER_BYTES
+from holdfast.storage._system import System
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 50])
@@ -41,3 +47,120 @@ def test_after_an_error_nothing_is_begun_and_the_first_is_raised():
     with pytest.raises(ZeroDivisionError, match="0"):
         run_all(range(100), run, lanes=1)
     assert begun == [0]
+
+
+@pytest.fixture
+def interrupts(monkeypatch):
+    """Has whoever waits for a thread be interrupted so often, as by Ctrl-C."""
+    join = threading.Thread.join
+
+    def interrupt(times):
+        left = [KeyboardInterrupt] * times
+
+        def interrupted(thread, timeout=None):
+            if left:
+                raise left.pop()
+            join(thread, timeout)
+
+        monkeypatch.setattr(threading.Thread, "join", interrupted)
+
+    return interrupt
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_interrupt_is_raised_when_all_threads_have_ended_and_nothing_more_is_begun(
+    times, interrupts
+):
+    begun, ended, both = [], [], threading.Barrier(2)
+
+    def run(item):
+        begun.append(item)
+        if item < 2:
+            both.wait(30)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)  # by then it is waited for
+            ended.append(item)
+
+    before = threading.active_count()
+    interrupts(times)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(range(2), run, lanes=2)
+    assert threading.active_count() == before
+    assert (len(begun), len(ended)) == (2, 1)
+
+
+def test_an_interrupt_while_the_others_start_leaves_nothing_to_them(monkeypatch):
+    """Starting waits for the thread, and may be interrupted before it runs."""
+    begun, late = [], []
+
+    def start(thread):
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            run_all(range(10), begun.append, lanes=2)
+    for thread in late:
+        thread.start()
+        thread.join()
+    assert begun == []
+
+
+class Slow(System):
+    """Reads and writes only after a while, in threads that are not the main one. Notes who is
+    about to when a file is closed: its descriptor may be another file's by then."""
+
+    def __init__(self):
+        self.busy = set()
+        self.closed_under = []
+
+    def read_parts(self, fd, into, offset):
+        with self._slowly(fd):
+            return super().read_parts(fd, into, offset)
+
+    def write(self, fd, data, offset):
+        with self._slowly(fd):
+            return super().write(fd, data, offset)
+
+    def close(self, fd):
+        self.closed_under += [thread for used, thread in self.busy if used == fd]
+        super().close(fd)
+
+    @contextlib.contextmanager
+    def _slowly(self, fd):
+        mine = fd, threading.current_thread().name
+        self.busy.add(mine)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+        yield
+        self.busy.remove(mine)
+
+
+def test_nobody_reads_for_a_read_that_was_interrupted(tmp_path, interrupts):
+    size = 4 * BUFFER_BYTES
+    LocalStorage(tmp_path).create("a", b"a" * size)
+    data = bytearray(size)
+    slow = Slow()
+    interrupts(1)
+    with pytest.raises(KeyboardInterrupt):
+        LocalStorage(tmp_path, system=slow).read_into(
+            "a", [ReadRange(start=0, into=memoryview(data))]
+        )
+    assert slow.closed_under == []
+    assert data == b"a" * size
+
+
+@pytest.mark.parametrize("end", ["finish", "abort"])
+def test_nobody_writes_for_a_writer_that_was_interrupted_and_nothing_is_left(
+    tmp_path, interrupts, end
+):
+    slow = Slow()
+    storage = LocalStorage(tmp_path, system=slow)
+    interrupts(1)
+    with pytest.raises(KeyboardInterrupt), storage.open_writer("a") as writer:
+        for at in range(4):
+            writer.write_at(at * BUFFER_BYTES, bytes(BUFFER_BYTES))
+        getattr(writer, end)()
+    assert slow.closed_under == []
+    assert [path.name for path in tmp_path.rglob("*") if path.stat().st_size] == []

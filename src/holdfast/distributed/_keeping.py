@@ -23,7 +23,11 @@ class Keeper:
         self._thread = threading.Thread(target=self._keep, name="holdfast-lease", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt: nobody will leave what was not entered
+            self._over.set()
+            raise
         return self
 
     def __exit__(

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 
 from holdfast import _checks
+from holdfast._lanes import join_all
 from holdfast.format._codecs import CompressionLevel, compress_chunk
 
 
@@ -73,9 +74,7 @@ def _run(
         stop.set()
         for _ in workers:
             work.put(None)
-        for worker in workers:
-            if worker.ident is not None:
-                worker.join()
+        join_all(workers)
 
 
 def _result(job: _Job) -> bytes | memoryview:

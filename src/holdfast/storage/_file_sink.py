@@ -41,9 +41,11 @@ class FileSink:
 
     def discard(self) -> None:
         self._forgotten.detach()
-        self._stream.close()
-        with translated("remove what was written", self._key):
-            self._file.close()
+        try:
+            self._stream.close()
+        finally:  # after an interrupt, too: nobody writes to it any more
+            with translated("remove what was written", self._key):
+                self._file.close()
 
 
 def _forget(sink: "weakref.ref[FileSink]", stream: WriteStream, file: NewFile) -> None:

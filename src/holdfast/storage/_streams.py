@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from holdfast._lanes import run_all
+from holdfast._lanes import join_all, run_all
 from holdfast.contracts import ReadRange
 from holdfast.storage._pages import Buffers, address_of
 from holdfast.storage._ranges import ReadSpan, read_spans
@@ -165,10 +165,10 @@ class WriteStream:
     def _stop_threads(self) -> None:
         for _ in self._threads:
             self._work.put(None)
-        for thread in self._threads:
-            if thread.ident is not None:  # else it was interrupted before it ran
-                thread.join()
-        self._threads.clear()
+        try:
+            join_all(self._threads)
+        finally:
+            self._threads.clear()
 
     def _raise_error(self) -> None:
         if self._errors:
