@@ -178,6 +178,16 @@ def test_what_cannot_be_stored_is_refused_by_its_key_and_nothing_is_saved(tmp_pa
     assert Catalog(tmp_path).list() == []
 
 
+def test_a_key_that_a_tensor_inside_of_a_value_would_be_stored_as_is_refused(tmp_path):
+    state = {"v": (torch.ones(2),), "v::0": torch.zeros(3)}
+    with pytest.raises(CheckpointException) as caught:
+        save(tmp_path / "a", state)
+    assert isinstance(cause(caught), holdfast.SaveError)
+    assert "a tensor in 'v' would be stored as 'v::0'" in str(cause(caught))
+    del caught
+    assert Catalog(tmp_path).list() == []
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("evil",)

@@ -77,11 +77,19 @@ class ItemWriter:
         shapes: dict[str, tuple[int, ...]] = {}
         sources: list[BoxSource] = []
         owners: list[int] = []
+        keys = {item.index.fqn for item in items}
         for nth, item in enumerate(items):
             if item.type is WriteItemType.BYTE_IO:
                 value = stored_value(item.index.fqn, value_of(self.planner, item))
                 values[nth] = value.encoded
                 own, shape = value.inner, None
+                for each in own:
+                    if each.name in keys:
+                        raise SaveError(
+                            f"a tensor in {item.index.fqn!r} would be stored as {each.name!r}, "
+                            "which is a key of the state as well; rename one of the two; nothing "
+                            "was committed"
+                        )
             else:
                 own, shape = self._sources(item)
             shapes |= {each.name: shape or each.source.entry.shape for each in own}
