@@ -68,17 +68,22 @@ def test_what_is_printed_of_the_undisturbed_run_is_printed_of_the_resumed_one(de
     assert float(last[0]) < float(first[0])  # it learns
 
 
-def test_the_table_sums_up_what_was_told_of_each_save(demo):
-    _, told = demo
+def test_table_and_page_sum_up_what_was_told_of_each_save(demo):
+    folder, told = demo
     time = r"([\d.]+ m?s)"
     lines = re.findall(rf"step_\d+ is saved: {time}, of which the training waited {time}", told)
     (table,) = re.findall(rf"each in at most {time}, training waited at most {time}", told)
+    page = Elements()
+    page.feed((folder / "report.html").read_text("utf-8"))
+    words = " ".join(page.text)
     assert len(lines) == 5
 
     def longest(times):
         return max(times, key=lambda each: float(each.split()[0]) / (1000 if "m" in each else 1))
 
     assert table == tuple(map(longest, zip(*lines, strict=True)))
+    took, waited = table
+    assert f"Training waited {waited} at most, for a save; the longest took {took}" in words
 
 
 def test_the_store_is_what_it_says(demo):
