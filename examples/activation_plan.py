@@ -29,8 +29,15 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(step))
 
 
-def backward() -> None:
-    model(batch(0)).square().mean().backward()
+def peak_of_step(inputs: torch.Tensor) -> int:
+    """The most memory of a forward and backward. Inputs are made outside of it: like parameters and
+    gradients, they are no part of the budget."""
+
+    def backward() -> None:
+        model(inputs).square().mean().backward()
+
+    backward()  # makes the gradients
+    return measure_peak(backward).peak_bytes
 
 
 def train(step: int) -> float:
@@ -42,7 +49,7 @@ def train(step: int) -> float:
 
 
 def mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**20:.2f} MiB"
 
 
 with DistributedCheckpoint.create(options=CheckpointOptions(storage=STORE)) as checkpoint:
@@ -67,11 +74,10 @@ with DistributedCheckpoint.create(options=CheckpointOptions(storage=STORE)) as c
             SaveOptions(checkpoint_prefix=name, step=done + STEPS, overwrite=True),
             extra={"plan": plan.to_json()},
         )
-        # Only to see it: a forward and backward, measured, under the plan and without it. The first
-        # makes the gradients, which are no part of the budget.
-        backward()
-        fitted = measure_peak(backward).peak_bytes
-    whole = measure_peak(backward).peak_bytes
+        fitted = peak_of_step(batch(0))  # only to see it, under the plan and without it
+    whole = peak_of_step(batch(0))
 
+if fitted > plan.budget_bytes:
+    sys.exit(f"a step took {mebibytes(fitted)}, more than {mebibytes(plan.budget_bytes)}")
 print(f"a step took {mebibytes(fitted)} of {mebibytes(plan.budget_bytes)}, ", end="")
 print(f"and {mebibytes(whole)} without a plan")

@@ -29,6 +29,8 @@ from holdfast.cli._demonstration.jobs import (
 from holdfast.cli._demonstration.launching import Exited
 from holdfast.cli._demonstration.model import sonnets
 from holdfast.cli._demonstration.proofs import Flip, Story, proofs_of
+from holdfast.cli._demonstration.screen import Scene
+from holdfast.cli._demonstration.story import show
 
 pytestmark = pytest.mark.timeout(900)  # three runs by torchrun, on whatever else the machine does
 
@@ -64,6 +66,24 @@ def test_what_is_printed_of_the_undisturbed_run_is_printed_of_the_resumed_one(de
     assert len(last) >= 2  # the killed one may come so far, too
     assert len(set(last)) == len(set(first)) == 1
     assert float(last[0]) < float(first[0])  # it learns
+
+
+def test_table_and_page_sum_up_what_was_told_of_each_save(demo):
+    folder, told = demo
+    time = r"([\d.]+ m?s)"
+    lines = re.findall(rf"step_\d+ is saved: {time}, of which the training waited {time}", told)
+    (table,) = re.findall(rf"each in at most {time}, training waited at most {time}", told)
+    page = Elements()
+    page.feed((folder / "report.html").read_text("utf-8"))
+    words = " ".join(page.text)
+    assert len(lines) == 5
+
+    def longest(times):
+        return max(times, key=lambda each: float(each.split()[0]) / (1000 if "m" in each else 1))
+
+    assert table == tuple(map(longest, zip(*lines, strict=True)))
+    took, waited = table
+    assert f"Training waited {waited} at most, for a save; the longest took {took}" in words
 
 
 def test_the_store_is_what_it_says(demo):
@@ -216,6 +236,18 @@ def story():
         held=intact("step_3", "step_6", "step_9", "step_12"),
         seconds=1.0,
     )
+
+
+def test_a_save_is_told_once_all_ranks_have_told_with_the_longest_waits():
+    lines, heard = [], Run()
+    scene = Scene(say=lines.append, step=lambda *_: None, wait=lambda _: None)
+    quick, slow = saved(3, 2)
+    slow = msgspec.structs.replace(slow, stall_s=0.018, total_s=2)
+    for event, told in ((quick, 0), (slow, 1)):
+        heard.hear(event)
+        show(event, heard, scene)
+        assert len(lines) == told
+    assert lines == ["step_3 is saved: 2.0 s, of which the training waited 18 ms"]
 
 
 def test_all_proofs_hold_when_all_goes_well():

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import holdfast
 from holdfast.catalog import Catalog
+from holdfast.contracts import COMMIT_RECORD
 from holdfast.errors import StorageError
 from holdfast.format import CommitRecord, decode_record, encode_record
 from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
@@ -443,8 +444,39 @@ def test_what_dcp_did_not_save_is_refused_with_the_way_to_load_it(tmp_path):
         HoldfastReader(tmp_path / "ours").read_metadata()
     with pytest.raises(holdfast.CheckpointNotFoundError, match="FileSystemReader"):
         HoldfastReader(tmp_path / "theirs").read_metadata()
-    with pytest.raises(CheckpointException, match="no committed checkpoint"):
-        load(tmp_path / "nowhere", {"w": torch.ones(3)})
+
+
+def test_what_cannot_be_loaded_is_told_of_the_name_that_was_given(tmp_path):
+    """DCP looks for a rank's own checkpoint then, and tells last that there is none."""
+    holdfast.save({"w": torch.ones(3)}, tmp_path / "ours")
+    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
+    save(tmp_path / "damaged", {"w": torch.ones(3)})
+    (tmp_path / "damaged" / COMMIT_RECORD).write_text("no record")
+    for name, told in (
+        ("nowhere", "no committed checkpoint of this name"),
+        ("ours", "load it with holdfast.load"),
+        ("theirs", "load it with FileSystemReader"),
+        ("damaged", "commit record"),
+    ):
+        with pytest.raises(CheckpointException) as caught:
+            load(tmp_path / name, {"w": torch.ones(3)})
+        first, _, last = str(cause(caught)).partition("; rank local metadata read failed: ")
+        assert first.endswith(last)
+        assert told in last
+        assert name in last
+        assert "rank_0" not in last
+
+
+def test_a_rank_that_saved_nothing_for_itself_where_others_have_is_told_so(tmp_path):
+    state = {"w": torch.ones(3)}
+    writer = HoldfastWriter(tmp_path / "a")
+    dcp.save(state, storage_writer=writer, use_collectives=False)
+    assert load(tmp_path / "a", {"w": torch.zeros(3)})["w"].sum() == 3
+    with pytest.raises(holdfast.CheckpointNotFoundError, match="rank_1"):
+        HoldfastReader(tmp_path / "a").read_metadata(rank=1)
+    save(tmp_path / "b", state)
+    with pytest.raises(holdfast.CheckpointNotFoundError, match="rank_0"):
+        HoldfastReader(tmp_path / "b").read_metadata(rank=0)
 
 
 def test_keys_and_shapes_must_fit_as_dcp_says(tmp_path):

@@ -137,6 +137,7 @@ REPORTS = {
     ),
     "roomy": report_of(budget_bytes=64 * 2**30),
     "faster": report_of(measured_step_s=0.09),
+    "timed on a busy machine": report_of(measured_step_s=0.04),
     "hostile": hostile(),
 }
 each_report = pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS.keys())
@@ -409,6 +410,20 @@ def test_no_extra_time_and_less_time_are_said_as_such():
     faster = text(REPORTS["faster"], 120).replace("\n", " ")
     assert "and takes no longer" in faster
     assert "\N{MINUS SIGN}10.0 %" in faster
+
+
+def test_a_time_that_no_plan_can_have_is_not_told_as_measured():
+    """A plan adds work: a step 60 % shorter was compared with one that had to wait for others."""
+    report = REPORTS["timed on a busy machine"]
+    lines = text(report, 120).replace("\n", " ")
+    assert "the machine was too busy to tell how much longer it takes." in lines
+    for shown in (" ".join(lines.split()), Page.of(report).said()):
+        assert "\N{MINUS SIGN}60.0 %" not in shown
+        assert "takes no longer" not in shown
+        told = r"Extra time ?not known ?100 ms → 40.0 ms a step: .* \(foreseen \+4\.0\s%\)"
+        assert re.search(told, shown)
+    assert "measured 2" not in Page.of(report).said()
+    assert "measured 2" in Page.of(REPORTS["faster"]).said()
 
 
 def test_notes_are_shown_only_where_there_are_any():

@@ -23,7 +23,7 @@ from holdfast.activation._reporting.drawing import (
     written,
 )
 from holdfast.activation._reporting.report import CurvePoint, PlanReport
-from holdfast.activation._reporting.summary import budget_in_sight, extra_s, share_of_step
+from holdfast.activation._reporting.summary import budget_in_sight, extra_s, is_timed, share_of_step
 from holdfast.activation._reporting.words import in_bytes, more_by_share
 
 
@@ -78,10 +78,11 @@ def _dots(report: PlanReport, points: Sequence[CurvePoint]) -> Iterator[_Dot]:
     yield _Dot(
         name="chosen", at_bytes=report.predicted_peak_bytes, share=predicted, class_="chosen"
     )
-    measured = share_of_step(report, extra_s(report))
-    yield _Dot(
-        name="measured", at_bytes=report.measured_peak_bytes, share=measured, class_="measured"
-    )
+    if is_timed(report):
+        measured = share_of_step(report, extra_s(report))
+        yield _Dot(
+            name="measured", at_bytes=report.measured_peak_bytes, share=measured, class_="measured"
+        )
     yield _Dot(
         name="save everything", at_bytes=report.save_all_peak_bytes, share=0.0, class_="before"
     )

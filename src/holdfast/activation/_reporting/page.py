@@ -85,7 +85,7 @@ def _figure(figure: Figure) -> Markup:
         "div",
         element("dt", words(figure.name)),
         element("dd", element("strong", words(figure.shown), title=figure.exact)),
-        element("dd", words(figure.about)),
+        element("dd", _unbroken(figure.about)),
         class_="figure",
     )
 

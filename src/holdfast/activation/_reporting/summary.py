@@ -16,6 +16,7 @@ from holdfast.activation._reporting.words import (
 )
 
 _ROOM: Final = 1.25
+_GAIN: Final = 0.2  # of a step: touching less memory may gain some of this, but no plan gains more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,12 @@ def share_of_step(report: PlanReport, extra_s: float) -> float:
 def extra_s(report: PlanReport) -> float:
     """What the plan adds to a step."""
     return report.measured_step_s - report.step_s
+
+
+def is_timed(report: PlanReport) -> bool:
+    """Whether what was measured can be what the plan adds. A plan only adds work: if the step came
+    out much faster, something else on the machine slowed the step without it."""
+    return share_of_step(report, extra_s(report)) >= -_GAIN
 
 
 def subject(report: PlanReport) -> str:
@@ -76,6 +83,8 @@ def closing(report: PlanReport) -> str:
 
 
 def _cost(report: PlanReport) -> str:
+    if not is_timed(report):
+        return "and the machine was too busy to tell how much longer it takes"
     share = share_of_step(report, extra_s(report))
     if share <= 0 or more_by_share(share) == more_by_share(0):
         return "and takes no longer"
@@ -106,12 +115,14 @@ def _budget(report: PlanReport) -> Figure:
 
 def _time(report: PlanReport) -> Figure:
     extra = extra_s(report)
-    return Figure(
-        name="Extra time",
-        shown=more_by_share(share_of_step(report, extra)),
-        exact=f"{extra:+.6f} s a step",
-        about=f"{in_seconds(report.step_s)} → {in_seconds(report.step_s + extra)} a step, measured",
-    )
+    shown = more_by_share(share_of_step(report, extra))
+    times = f"{in_seconds(report.step_s)} → {in_seconds(report.measured_step_s)} a step"
+    about = f"{times}, measured"
+    if not is_timed(report):
+        foreseen = share_of_step(report, report.predicted_step_s - report.step_s)
+        shown = "not known"
+        about = f"{times}: too busy a machine (foreseen {more_by_share(foreseen)})"
+    return Figure(name="Extra time", shown=shown, exact=f"{extra:+.6f} s a step", about=about)
 
 
 def _smallest(report: PlanReport) -> Figure:

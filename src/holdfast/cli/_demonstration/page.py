@@ -135,7 +135,7 @@ def _figures(story: Story) -> Iterator[Markup]:
     yield _figure("Losses after resuming", f"{same} of {len(steps)}", "the same to the last bit")
     if saves:
         waited, took = max(each.stall_s for each in saves), max(each.total_s for each in saves)
-        about = f"at most, for a save that took {in_time(took)}"
+        about = f"at most, for a save; the longest took {in_time(took)}"
         yield _figure("Training waited", in_time(waited), about)
     shown = "found" if damage else "NOT found"
     yield _figure("The flipped bit", shown, f"in {damage[0].tensor}" if damage else "by verify")

@@ -87,7 +87,7 @@ def _saved(story: Story) -> Proof:
     seen = f"{len(saves)} of {len(expected)}"
     if saves:
         writing, waiting = max(each.total_s for each in saves), max(each.stall_s for each in saves)
-        seen += f"; up to {in_time(writing)} each, of which training waited {in_time(waiting)}"
+        seen += f"; each in at most {in_time(writing)}, training waited at most {in_time(waiting)}"
     return Proof(
         claim="saves while the training goes on",
         seen=seen,

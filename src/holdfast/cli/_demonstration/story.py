@@ -73,13 +73,14 @@ def _run(job: Job, ranks: int, log: Path, scene: Scene) -> Run:
     with contextlib.closing(events_of(job, ranks=ranks, log=log)) as events:
         for event in events:
             run.hear(event)
-            _show(event, scene)
+            show(event, run, scene)
     if run.code and not job.is_killed:
         raise RunError(f"a run ended with exit code {run.code}; {log} says: {_last_words(log)}")
     return run
 
 
-def _show(event: Event | Exited, scene: Scene) -> None:
+def show(event: Event | Exited, run: Run, scene: Scene) -> None:
+    """Tell of an event that ``run`` has heard already."""
     match event:
         case Stepped(step=step, loss=loss):
             scene.step(step, loss)
@@ -88,11 +89,14 @@ def _show(event: Event | Exited, scene: Scene) -> None:
                 f"planned in {in_time(event.planning_s)}: activations of a step take "
                 f"{size(event.after_bytes)}, not {size(event.before_bytes)}"
             )
-        case Saved() if event.rank == 0:
-            scene.say(
-                f"step_{event.step} is saved: {in_time(event.total_s)}, of which the training "
-                f"waited {in_time(event.stall_s)}"
-            )
+        case Saved(step=step):
+            # Ranks wait for different times. Told once, when the last of them has told its own.
+            for save in run.saves:
+                if save.step == step:
+                    scene.say(
+                        f"step_{step} is saved: {in_time(save.total_s)}, of which the training "
+                        f"waited {in_time(save.stall_s)}"
+                    )
         case Resumed():
             for name, reason in event.passed_over:
                 scene.say(f"passed over {name}: {reason.partition(':')[0]}")

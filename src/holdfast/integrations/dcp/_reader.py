@@ -80,13 +80,11 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
     ) -> Metadata:
         """Open the checkpoint, or with ``rank=`` what that rank has saved for itself.
 
-        ``CheckpointNotFoundError`` if there is none that is committed.
+        ``CheckpointNotFoundError`` if there is none that is committed. DCP asks for a rank's own
+        after any problem with that of all ranks; if there is none, that problem is told again.
         """
         rank = kwargs.get("rank")
-        prefix = self._place.prefix if rank is None else of_rank(self._place.prefix, rank)
-        found = self._find(prefix)
-        with collecting_later():
-            self._open = _Open(found=found, listed=listed(found, self._path(prefix)))
+        self._open = self._of_all() if rank is None else self._of_rank(rank)
         return dataclasses.replace(
             self._open.listed.metadata,
             storage_meta=StorageMeta(
@@ -134,6 +132,28 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _of_all(self) -> _Open:
+        return self._at(self._place.prefix)
+
+    def _of_rank(self, rank: int) -> _Open:
+        try:
+            return self._at(of_rank(self._place.prefix, rank))
+        except CheckpointNotFoundError:
+            if not self._is_of_ranks():
+                # DCP tells this problem last, where a reader looks: not that of a name nobody gave.
+                self._of_all()
+            raise
+
+    def _is_of_ranks(self) -> bool:
+        """Whether ranks have saved each for itself."""
+        first = f"{of_rank(self._place.prefix, 0)}/"
+        return next(iter(self._place.catalog.storage.list(first)), None) is not None
+
+    def _at(self, prefix: str) -> _Open:
+        found = self._find(prefix)
+        with collecting_later():
+            return _Open(found=found, listed=listed(found, self._path(prefix)))
 
     def _find(self, prefix: str) -> Found:
         catalog = self._place.catalog
