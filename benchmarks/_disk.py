@@ -51,7 +51,10 @@ def raw_write(path: Path, size_bytes: int, threads: int) -> None:
         os.close(fd)
 
 
-def raw_read(path: Path, threads: int) -> None:
+def raw_read(
+    path: Path, threads: int, use: Callable[[int, memoryview], object] = lambda _at, _piece: None
+) -> None:
+    """Read a file, and ``use`` each piece of it with its offset."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         size_bytes = os.fstat(fd).st_size
@@ -62,6 +65,7 @@ def raw_read(path: Path, threads: int) -> None:
                 piece = block[: size_bytes - at]
                 if os.preadv(fd, [piece], at) != len(piece):
                     raise OSError("short read")
+                use(at, piece)
 
         on_threads(threads, work)
     finally:

@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from _disk import RAW, extra_memory, raw_read, raw_write
-from _peers import DCP, dcp_load, dcp_save
+from _peers import DCP, HOLDFAST, dcp_load, dcp_save
 from holdfast.contracts import ReadRange, Storage
 from holdfast.distributed import CheckpointOptions, DistributedCheckpoint, LoadOptions, SaveOptions
 from holdfast.storage import LocalStorage
 from holdfast.storage._wrapped import WrappedStorage
 
 WIDTH = 2048
+IN_PLACE = "holdfast, in place"
+"""Loads as DCP does, without a copy to fall back on if something fails midway."""
 
 
 class Training:
@@ -78,14 +80,14 @@ class Here:
     def __init__(self, folder: Path, size_bytes: int, *, rank: int, ranks: int) -> None:
         self.saved = Training(size_bytes, ranks=ranks, seed=1)
         self.into = Training(size_bytes, ranks=ranks, seed=2)
-        self.checkpoint = checkpoint_in(folder / "holdfast")
+        self.checkpoint = checkpoint_in(folder / HOLDFAST)
         self.alone = ranks == 1
         self.part_bytes = self.saved.size_bytes()
         self.folders = {name: folder / name for name in (*RAW, *DCP)}
         self.raw_name = f"part-{rank}"
 
     def write(self, name: str) -> None:
-        if name == "holdfast":
+        if name == HOLDFAST:
             options = SaveOptions(checkpoint_prefix="a", include_rng_state=False)
             self.checkpoint.save(self.saved.model, self.saved.optimizer, options)
         elif name in RAW:
@@ -97,8 +99,8 @@ class Here:
             dcp_save(state, self.folders[name], threads=DCP[name], alone=self.alone)
 
     def read(self, name: str) -> None:
-        if name == "holdfast":
-            load(self.checkpoint, self.into)
+        if name in {HOLDFAST, IN_PLACE}:
+            load(self.checkpoint, self.into, in_place=name == IN_PLACE)
         elif name in RAW:
             raw_read(self.folders[name] / self.raw_name, RAW[name])
         else:
@@ -139,7 +141,7 @@ def peak_of(rank: int, work: Callable[[int, str], None], name: str) -> int:
 
 
 def bytes_read(rank: int, folder: Path) -> int:
-    storage = CountingStorage(LocalStorage(folder / "holdfast"))
+    storage = CountingStorage(LocalStorage(folder / HOLDFAST))
     checkpoint = checkpoint_in(storage)
     load(checkpoint, HERE[0].into)
     checkpoint.close()
@@ -170,6 +172,6 @@ def checkpoint_in(storage: Path | Storage) -> DistributedCheckpoint:
     return DistributedCheckpoint.create(options=CheckpointOptions(storage=storage))
 
 
-def load(checkpoint: DistributedCheckpoint, into: Training) -> None:
-    options = LoadOptions(checkpoint_prefix="a", load_rng_state=False)
+def load(checkpoint: DistributedCheckpoint, into: Training, *, in_place: bool = False) -> None:
+    options = LoadOptions(checkpoint_prefix="a", load_rng_state=False, in_place=in_place)
     checkpoint.load(into.model, into.optimizer, options)

@@ -35,7 +35,7 @@ from _measure import (
     told,
 )
 from _peers import DCP, DCP_DEFAULT, HOLDFAST
-from _ranks import bytes_read, check, peak_of, read, set_up, write
+from _ranks import IN_PLACE, bytes_read, check, peak_of, read, set_up, write
 from holdfast.catalog import Catalog
 from holdfast.testing import RankGang
 
@@ -71,14 +71,14 @@ def end_to_end(extent: Extent, folder: Path, *, ranks: int) -> list[Measurement]
             repeats=repeats,
             prepare=partial(empty, folder),
         )
-        loads = {name: partial(on_ranks, gang, read, name) for name in names}
+        loads = {name: partial(on_ranks, gang, read, name) for name in (*names, IN_PLACE)}
         read_back = interleaved(loads, repeats=repeats, prepare=lambda _: cold(folder))
-        for name in (HOLDFAST, *DCP):
+        for name in (HOLDFAST, IN_PLACE, *DCP):
             on_ranks(gang, check, name)
         again = interleaved(
-            {name: loads[name] for name in (HOLDFAST, *DCP)},
+            {name: loads[name] for name in (HOLDFAST, IN_PLACE, *DCP)},
             repeats=repeats,
-            prepare=lambda name: warm(folder / name),
+            prepare=lambda name: warm(folder / (HOLDFAST if name == IN_PLACE else name)),
         )
     where = f"on {ranks} rank{'s' * (ranks > 1)}"
     return [
@@ -88,8 +88,10 @@ def end_to_end(extent: Extent, folder: Path, *, ranks: int) -> list[Measurement]
         _of_the_disk(f"cold load {where}", read_back),
         *_against_dcp(f"cold load {where}", read_back, 3),
         *_speeds(f"cold load {where}", read_back, size),
+        *_in_place(f"cold load {where}", read_back),
         *_against_dcp(f"warm load {where}", again, 1),
         *_speeds(f"warm load {where}", again, size),
+        *_in_place(f"warm load {where}", again),
         # What a loader that is as fast as the disk would reach: the target may lie beyond it.
         told(
             f"cold load {where}, bare disk, times as fast as DCP",
@@ -191,6 +193,16 @@ def _against_dcp(what: str, seconds: Mapping[str, list[float]], least: float) ->
             place=Place(chart=what, series="DCP at its defaults"),
         ),
     ]
+
+
+def _in_place(what: str, seconds: Mapping[str, list[float]]) -> list[Measurement]:
+    """Beside who loads as DCP does: not all or nothing."""
+    best = ratios(seconds[fastest(seconds, tuple(DCP))], seconds[IN_PLACE])
+    found = [told(f"{what}, in place, times as fast as DCP", best, "x")]
+    if RAW.keys() <= seconds.keys():
+        pairs = ratios(seconds[fastest(seconds, tuple(RAW))], seconds[IN_PLACE])
+        found.append(told(f"{what}, in place, of the bare disk's speed", pairs, "x"))
+    return found
 
 
 def _speeds(what: str, seconds: Mapping[str, list[float]], size_bytes: int) -> list[Measurement]:

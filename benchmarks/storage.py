@@ -3,7 +3,9 @@
 Everything is timed until it is durable, and read into memory that is already there, from a cold
 cache and from a warm one. The bare disk is read and written with direct I/O by 1, 2 and 4 threads,
 and the best of the three is what the others are compared with: a disk's speed swings, so all of
-them take turns. DCP is compared at its defaults, and at the best of 1, 2 and 4 threads.
+them take turns. What is read is also copied to where it belongs and digested, with no more code
+than that takes: so much a disk leaves to one who verifies. DCP is compared at its defaults, and at
+the best of 1, 2 and 4 threads.
 """
 
 import os
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 
 from _disk import RAW, cold, extra_memory, in_folder, raw_read, raw_write, warm
 from _measure import (
@@ -42,11 +45,14 @@ from _peers import (
     way,
 )
 from holdfast.catalog import Catalog
+from holdfast.format import CHUNK_BYTES
 
 STATE_BYTES = 2048 * MIB
 LEAF_BYTES = 64 * MIB
 REPEATS = 5
 EXTRA_MEMORY_MIB = 128
+CHECKED = "bare disk, copied and digested"
+CHECKED_THREADS = 2
 
 Seconds = Mapping[str, list[float]]
 
@@ -81,7 +87,11 @@ def _measure(folder: Path, *, extent: Extent) -> list[Measurement]:
         HOLDFAST: lambda: catalog.open("state").read_into(into),
         **{name: peer.load for name, peer in peers.items()},
     }
-    bare = {name: partial(raw_read, raw, threads) for name, threads in RAW.items()}
+    bare: dict[str, Callable[[], object]] = {
+        name: partial(raw_read, raw, threads) for name, threads in RAW.items()
+    }
+    target = np.ones(size, np.uint8)
+    bare[CHECKED] = lambda: raw_read(raw, CHECKED_THREADS, partial(copy_and_digest, target))
 
     def empty(name: str) -> None:
         if name == HOLDFAST:
@@ -104,9 +114,21 @@ def _measure(folder: Path, *, extent: Extent) -> list[Measurement]:
         _of_the_disk("durable write", written),
         *_against("durable write", written, size, dcp_least=1),
         _of_the_disk("verified cold read", read),
+        told(
+            f"verified cold read, of the speed of the {CHECKED}",
+            ratios(read[CHECKED], read[HOLDFAST]),
+            "x",
+        ),
         *_against("verified cold read", read, size, dcp_least=3),
         *_against("verified warm read", again, size, dcp_least=1),
     ]
+
+
+def copy_and_digest(target: np.ndarray, at: int, piece: memoryview) -> None:
+    copied = target[at : at + len(piece)]
+    copied[:] = np.frombuffer(piece, np.uint8)
+    for start in range(0, len(copied), CHUNK_BYTES):
+        xxhash.xxh3_128_digest(copied.data[start : start + CHUNK_BYTES])
 
 
 def extra_of_one(folder: Path, *, extent: Extent) -> tuple[int, int]:
@@ -157,6 +179,8 @@ def _against(
     shown = [HOLDFAST, *dict.fromkeys(peers.values())]
     if RAW.keys() <= seconds.keys():
         shown.append(fastest(seconds, tuple(RAW)))
+    if CHECKED in seconds:
+        shown.append(CHECKED)
     return [
         *found,
         *(
