@@ -73,6 +73,14 @@ def test_prune_is_a_dry_run_until_it_is_told(own_store):
     refused("prune", own_store, "--keep-within", "7", code=2, saying="7d")
 
 
+def test_prune_keeps_what_has_no_step_if_steps_decide(tmp_path):
+    for name in ("step_1000", "step_1500", "last"):
+        library.save({"w": torch.zeros(2)}, tmp_path / "s" / name)
+    ran = holdfast("prune", tmp_path / "s", "--keep-every", 1000, "--yes")
+    assert ran.out.splitlines()[2].split(maxsplit=2) == ["step_1500", "stays", "it has no step"]
+    assert names(tmp_path / "s") == ["last", "step_1500", "step_1000"]
+
+
 def test_gc_says_what_is_loose_and_removes_it_when_told(own_store):
     loose = own_store / "dead" / "shard-0-0123456789abcdef.safetensors"
     loose.parent.mkdir()
