@@ -58,6 +58,16 @@ def test_rm_removes_a_broken_record_only_by_force(own_store):
     assert holdfast("ls", own_store).code == 0
 
 
+def test_advice_to_remove_a_broken_one_names_a_command_that_does_it(own_store):
+    record = own_store / "step_200" / "metadata.json"
+    record.write_bytes(record.read_bytes()[:-30])
+    pruned = holdfast("prune", own_store, "--keep-last", 1)
+    assert "(holdfast rm --force)" in pruned.out
+    refused("rm", "--yes", own_store / "step_100", code=5, saying="(holdfast rm --force)")
+    assert holdfast("rm", "--yes", "--force", own_store / "step_200").code == 0
+    assert holdfast("prune", own_store, "--keep-last", 1).code == 0
+
+
 def test_prune_is_a_dry_run_until_it_is_told(own_store):
     rules = ["--keep-last", 1, "--keep-best", "loss", "--keep-best", "accuracy:min"]
     dry = holdfast("prune", own_store, *rules)
