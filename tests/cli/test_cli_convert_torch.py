@@ -356,7 +356,7 @@ def test_files_of_torch_that_are_damaged_or_of_another_kind(tmp_path):
     refused("convert", source, target, code=4, saying="sparse")
     folder = tmp_path / "dcp"
     dcp.save({"w": torch.ones(5), "n": 1}, checkpoint_id=folder, no_dist=True)
-    refused("convert", folder / ".metadata", target, code=3, saying="give the folder")
+    refused("convert", folder / ".metadata", target, code=2, saying="give the folder")
     record = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(record[:-20])
     refused("convert", folder, target, code=4, saying="cut short")
