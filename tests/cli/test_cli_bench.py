@@ -42,6 +42,7 @@ def test_it_measures_in_a_folder_and_leaves_nothing(tmp_path, torch):
     )
     assert ran.code == 0, ran.err
     told = json.loads(ran.out)
+    assert told["store"] == (tmp_path / "new" / "store").as_uri()
     assert told["torch"] is torch
     assert told["size_bytes"] == 2**20
     assert 1 <= told["rounds"] <= 5
