@@ -325,11 +325,12 @@ def test_what_would_run_code_is_refused_and_not_run(tmp_path, kind):
         dcp_to_torch_save(source, tmp_path / "ran.pt")
     made.rmdir()  # so it would do its harm
     for target in ("b.safetensors", "b.pt", "store/b"):
-        refused(
+        ran = refused(
             *("convert", source, tmp_path / target),
             code=4,
             saying=["posix.mkdir", "may run code", "nothing of it was run"],
         )
+        assert ".;" not in ran.err
         assert not made.exists()
         assert not (tmp_path / target).exists()
     if kind == "value":
