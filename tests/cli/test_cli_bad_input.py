@@ -44,6 +44,13 @@ def test_an_empty_store(tmp_path):
     }
     for verb in (["show"], ["verify"], ["verify", "--all"], ["prune", "--keep-last", "1"]):
         refused(*verb, tmp_path / "empty", code=3, saying="no checkpoints")
+    (tmp_path / "empty/notes.txt").write_text("not a checkpoint")
+    for line in (["gc"], ["gc", "--yes"]):
+        refused(*line, tmp_path / "empty", code=3, saying="no checkpoints")
+    assert [each.name for each in (tmp_path / "empty").iterdir()] == ["notes.txt"]
+    Catalog(tmp_path / "emptied").write("a", {"x": 1})
+    Catalog(tmp_path / "emptied").delete("a")
+    assert holdfast("gc", tmp_path / "emptied", "--yes").code == 0
 
 
 def test_damage_stops_those_who_read_it(own_store):
