@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -42,6 +44,13 @@ def test_an_empty_store(tmp_path):
     }
     for verb in (["show"], ["verify"], ["verify", "--all"], ["prune", "--keep-last", "1"]):
         refused(*verb, tmp_path / "empty", code=3, saying="no checkpoints")
+    (tmp_path / "empty/notes.txt").write_text("not a checkpoint")
+    for line in (["gc"], ["gc", "--yes"]):
+        refused(*line, tmp_path / "empty", code=3, saying="no checkpoints")
+    assert [each.name for each in (tmp_path / "empty").iterdir()] == ["notes.txt"]
+    Catalog(tmp_path / "emptied").write("a", {"x": 1})
+    Catalog(tmp_path / "emptied").delete("a")
+    assert holdfast("gc", tmp_path / "emptied", "--yes").code == 0
 
 
 def test_damage_stops_those_who_read_it(own_store):
@@ -85,6 +94,18 @@ def test_no_permission(tmp_path):
         refused("ls", closed, code=5, saying="ermission denied", powerless=True)
     finally:
         closed.chmod(0o700)
+
+
+def test_no_permission_for_a_folder_in_a_store_names_that_folder():
+    with tempfile.TemporaryDirectory() as root:  # pytest's own nobody else may enter
+        Path(root).chmod(0o755)
+        Catalog(root).write("a", {"x": 1})
+        closed = Path(root, "lost+found/inner")
+        closed.mkdir(parents=True)
+        closed.chmod(0)
+        for line in (["ls"], ["verify", "--all"], ["prune", "--keep-last", 1], ["gc"]):
+            saying = "permission denied [path lost+found/inner]"
+            refused(*line, root, code=5, saying=saying, powerless=True)
 
 
 def test_an_error_of_the_system_tells_of_a_path_or_of_a_number():

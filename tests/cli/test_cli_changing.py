@@ -58,6 +58,16 @@ def test_rm_removes_a_broken_record_only_by_force(own_store):
     assert holdfast("ls", own_store).code == 0
 
 
+def test_advice_to_remove_a_broken_one_names_a_command_that_does_it(own_store):
+    record = own_store / "step_200" / "metadata.json"
+    record.write_bytes(record.read_bytes()[:-30])
+    pruned = holdfast("prune", own_store, "--keep-last", 1)
+    assert "(holdfast rm --force)" in pruned.out
+    refused("rm", "--yes", own_store / "step_100", code=5, saying="(holdfast rm --force)")
+    assert holdfast("rm", "--yes", "--force", own_store / "step_200").code == 0
+    assert holdfast("prune", own_store, "--keep-last", 1).code == 0
+
+
 def test_prune_is_a_dry_run_until_it_is_told(own_store):
     rules = ["--keep-last", 1, "--keep-best", "loss", "--keep-best", "accuracy:min"]
     dry = holdfast("prune", own_store, *rules)
@@ -71,6 +81,14 @@ def test_prune_is_a_dry_run_until_it_is_told(own_store):
     assert names(own_store) == ["step_300", "step_100"]
     refused("prune", own_store, code=2, saying="say what to keep")
     refused("prune", own_store, "--keep-within", "7", code=2, saying="7d")
+
+
+def test_prune_keeps_what_has_no_step_if_steps_decide(tmp_path):
+    for name in ("step_1000", "step_1500", "last"):
+        library.save({"w": torch.zeros(2)}, tmp_path / "s" / name)
+    ran = holdfast("prune", tmp_path / "s", "--keep-every", 1000, "--yes")
+    assert ran.out.splitlines()[2].split(maxsplit=2) == ["step_1500", "stays", "it has no step"]
+    assert names(tmp_path / "s") == ["last", "step_1500", "step_1000"]
 
 
 def test_gc_says_what_is_loose_and_removes_it_when_told(own_store):

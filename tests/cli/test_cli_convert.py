@@ -174,10 +174,15 @@ def test_paths_and_files_that_are_nothing(store, tmp_path):
     alone = tmp_path / "alone.safetensors"
     alone.write_bytes(shard.read_bytes())
     refused("convert", tmp_path / "no.pt", target, code=3, saying="no such file or folder", **run)
-    refused("convert", tmp_path / "a.pt", target, code=3, saying="not a torch.save file", **run)
-    refused("convert", tmp_path / "b.safetensors", target, code=3, saying="cut short", **run)
-    refused("convert", tmp_path / "c.txt", target, code=3, saying="no format that is", **run)
+    refused("convert", tmp_path / "a.pt", target, code=4, saying="not a torch.save file", **run)
+    refused("convert", tmp_path / "b.safetensors", target, code=4, saying="cut short", **run)
+    refused("convert", tmp_path / "c.txt", target, code=4, saying="no format that is", **run)
     refused("convert", tmp_path / "empty", target, code=3, saying="no format that is", **run)
+    Catalog(tmp_path / "z").write("x", {"w": np.zeros(100_000)}, compression="fast")
+    (packed,) = (tmp_path / "z/x").glob("*.safetensors")
+    packed.rename(tmp_path / "packed.safetensors")
+    part = tmp_path / "packed.safetensors"
+    refused("convert", part, target, code=2, saying="give the checkpoint", **run)
     refused("convert", cut, target, code=4, saying="but the file has", **run)
     refused("convert", store, "s3://b/x.pt", "--to", "torch", code=2, saying="to a disk", **run)
     refused("convert", store, "ftp://b/x", code=2, saying="no storage is known", **run)
@@ -190,6 +195,11 @@ def test_paths_and_files_that_are_nothing(store, tmp_path):
         refused(*line, code=2, saying='needs torch: pip install "holdfast[torch]"', **run)
     assert not target.exists()
     done("convert", alone, target, **run)  # a file of a checkpoint is a safetensors file, too
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.pt")
+    refused("convert", tmp_path / "a.pt", tmp_path / "b", code=2, saying="neither a file nor")
 
 
 def test_a_target_that_is_taken_stays_unless_it_is_told(store, tmp_path):

@@ -65,6 +65,27 @@ def test_what_the_refusal_of_a_url_advises_works(tmp_path):
     assert not (tmp_path / "a/x/step_1").exists()
 
 
+def test_a_new_checkpoint_gets_the_store_that_the_library_gives_it(store, tmp_path):
+    Catalog(tmp_path).write("by_accident", {"w": np.zeros(3)})  # makes all of it a store
+    for target in ("runs/x/one", "runs/x/two"):
+        assert holdfast("convert", store / "step_100", tmp_path / target).code == 0
+    holdfast("reshard", store / "step_100", tmp_path / "runs/y/one", "--ranks", 2)
+    marked = {mark.parent for mark in tmp_path.rglob(ROOT_MARK)}
+    assert marked == {tmp_path, tmp_path / "runs/x", tmp_path / "runs/y"}
+    assert holdfast("gc", tmp_path / "runs/x").code == 0
+
+
+def test_where_names_have_slashes_a_new_one_is_of_the_same_store(store, tmp_path):
+    Catalog(tmp_path / "s").write("exp/a", {"w": np.zeros(3)})
+    for target in ("s/exp/b", "s//new/c", "t//new/c"):
+        assert holdfast("convert", store / "step_100", f"{tmp_path}/{target}").code == 0
+    url = f"{(tmp_path / 'u').as_uri()}//other/d"
+    assert holdfast("convert", store / "step_100", url).code == 0
+    marked = {mark.parent.name for mark in tmp_path.rglob(ROOT_MARK)}
+    assert marked == {"s", "t", "u"}
+    assert {each.prefix for each in Catalog(tmp_path / "s").list()} == {"exp/a", "exp/b", "new/c"}
+
+
 def test_somebody_elses_metadata_makes_no_checkpoint_of_a_store(own_store):
     (own_store / "metadata.json").write_text('{"mine": 1}')
     (own_store / ROOT_MARK).unlink()

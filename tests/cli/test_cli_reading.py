@@ -1,5 +1,6 @@
 """ls, show, cat and diff on real stores, through real processes."""
 
+import math
 import shutil
 import subprocess
 import sys
@@ -131,9 +132,24 @@ def test_diff_finds_what_changed_and_proves_the_rest_by_digests(store):
     assert changed["name"] == "model.weight"
     assert changed["max_abs"] == pytest.approx(200, abs=1e-3)
     assert ran.json["unchanged"] == 161
-    assert ran.json["values"] == [{"name": "epoch", "a": "100", "b": "300"}]
+    assert ran.json["values"] == [{"name": "epoch", "a": 100, "b": 300}]
     text = holdfast("diff", store / "step_100", store)
     assert "changed model.weight F32 [300, 500] 150000 200" in " ".join(text.out.split())
+
+
+def test_values_are_json_where_json_has_a_word_for_them(tmp_path):
+    catalog = Catalog(tmp_path / "s")
+    state = {"betas": (0.9, math.inf), "names": ["w", "b"], "raw": b"x", "only": None}
+    catalog.write("a", state)
+    catalog.write("b", {**{key: state[key] for key in ("names", "raw")}, "betas": (0.8, 1)})
+    shown = holdfast("show", tmp_path / "s/a", "--json").json["checkpoint"]["values"]
+    assert shown == {"betas": [0.9, "inf"], "names": ["w", "b"], "raw": "b'x'", "only": None}
+    line = ["diff", tmp_path / "s/a", tmp_path / "s/b"]
+    assert holdfast(*line, "--json").json["values"] == [
+        {"name": "betas", "a": [0.9, "inf"], "b": [0.8, 1]},
+        {"name": "only", "a": None},
+    ]
+    assert "value only: None -> (not there)" in holdfast(*line).out
 
 
 def test_diff_reads_nothing_that_digests_prove(own_store):

@@ -120,6 +120,7 @@ def test_lines_that_cannot_be_meant(store, tmp_path):
     refused("reshard", store, target, "--ranks", 0, code=2, saying="--ranks must be 1", **run)
     refused("reshard", store, target, "--ranks", "two", code=2, saying="'--ranks'", **run)
     refused("reshard", store, target, "--ranks", 2, "--axis", -1, code=2, saying="--axis", **run)
+    refused("reshard", store, target, "--ranks", 2, "--axis", 7, code=2, saying="--axis 7", **run)
     refused("reshard", tmp_path, target, "--ranks", 2, code=3, saying="no checkpoints", **run)
     refused("reshard", tmp_path / "no", target, "--ranks", 2, code=3, saying="no such", **run)
     own = ("reshard", store, store / "step_7", "--ranks", 2, "--overwrite")

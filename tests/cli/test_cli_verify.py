@@ -60,6 +60,26 @@ def test_every_kind_of_damage_is_named_with_its_file(own_store):
     assert "cannot be read" in listed.err
 
 
+def test_what_a_newer_holdfast_wrote_is_not_called_damaged(own_store):
+    record = own_store / "step_200" / "metadata.json"
+    record.write_bytes(record.read_bytes().replace(b'"version":1', b'"version":9', 1))
+    listed = holdfast("ls", own_store)
+    assert (listed.code, "NEWER" in listed.out, "DAMAGED" in listed.out) == (1, True, False)
+    (told,) = holdfast("ls", own_store, "--json").json["unreadable"]
+    assert (told["name"], told["newer"]) == ("step_200", True)
+    alone = refused("verify", own_store / "step_200", code=4, saying="use a newer holdfast")
+    assert alone.out == ""
+    ran = holdfast("verify", own_store, "--all")
+    assert (ran.code, ran.out.count("intact"), "DAMAGED" in ran.out) == (4, 2, False)
+    assert "use a newer holdfast" in ran.err
+    document = holdfast("verify", own_store, "--all", "--json").json
+    assert [each["name"] for each in document["checkpoints"]] == ["step_300", "step_100"]
+    assert [each["name"] for each in document["newer"]] == ["step_200"]
+    (cut,) = (own_store / "step_100").glob("*.safetensors")
+    os.truncate(cut, cut.stat().st_size - 1)
+    assert holdfast("verify", own_store, "--all").code == 1
+
+
 def test_a_sample_reads_its_share_the_same_for_the_same_seed(large):
     reads = [
         holdfast("verify", large, "--sample", "25%", "--seed", seed, "--json").json

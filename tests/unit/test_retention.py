@@ -71,8 +71,11 @@ def test_of_several_of_one_step_the_newest_stays():
     assert stay(keep_every(10), infos) == "zyw"
 
 
-def test_without_a_step_a_checkpoint_is_not_held_by_it():
-    assert stay(keep_every(1), [info("z", 3), info("y"), info("x", 2)]) == "zx"
+def test_what_has_no_step_cannot_be_judged_by_it_and_stays():
+    infos = [info("z", 3), info("y"), info("x", 2), info("w")]
+    assert stay(keep_every(2), infos) == "zyxw"
+    assert why(keep_every(2), infos, "y") == why(keep_every(2), infos, "w") == ("it has no step",)
+    assert stay(keep_last(1), infos) == "z"
 
 
 def test_the_best_few():

@@ -254,6 +254,13 @@ def test_what_is_not_there(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_a_store_is_no_checkpoint(tmp_path):
+    holdfast.save({"x": 1}, tmp_path / "runs/a/step_1")
+    for how in ({}, {"as_numpy": True}):
+        with pytest.raises(CheckpointNotFoundError, match="if this is a store, name one that is"):
+            holdfast.load(tmp_path / "runs/a", **how)
+
+
 # --------------------------------------------------------- and the checkpointer
 
 

@@ -90,7 +90,7 @@ class Attempt:
         except (CorruptedError, IncompatibleVersionError) as error:
             error.add_note(
                 "Nothing was saved. Choose another name; or, if this was a checkpoint of "
-                "holdfast's, remove it with rollback and save again."
+                "holdfast's, remove it with rollback (holdfast rm --force) and save again."
             )
             raise
         if seen is not None and seen.is_committed and not overwrite:

@@ -149,7 +149,8 @@ def read_committed(storage: Storage, prefix: str) -> tuple[bytes, ObjectInfo]:
 
 def _not_found(storage: Storage, prefix: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
-        "there is no committed checkpoint of this name; list them to see which there are",
+        "there is no committed checkpoint of this name; list them to see which there are, and if "
+        "this is a store, name one that is in it",
         path=f"{storage.url}/{prefix}",
     )
 

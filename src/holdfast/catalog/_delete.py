@@ -49,7 +49,7 @@ def delete_checkpoint(storage: Storage, prefix: str) -> None:
     try:
         found = find_committed(storage, prefix)
     except (CorruptedError, IncompatibleVersionError) as error:
-        error.add_note("rollback removes a checkpoint that cannot be read.")
+        error.add_note("rollback removes a checkpoint that is damaged (holdfast rm --force).")
         raise
     for problem in clear_away(storage, [take_record(storage, found)]).values():
         raise problem
@@ -219,7 +219,7 @@ def _refuse_blindly(needed: Needed) -> None:
     if needed.blind:
         raise StorageError(
             f"what is in {', '.join(needed.unreadable)} cannot be read, and it may refer to them; "
-            "remove that with rollback"
+            "if it is damaged, remove that with rollback (holdfast rm --force)"
         )
 
 

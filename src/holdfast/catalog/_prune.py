@@ -50,7 +50,7 @@ def prune_checkpoints(
         unreadable = ", ".join(each.prefix for each in scan.unreadable)
         problem = (
             f"it stays: what is in {unreadable} cannot be read, and it may refer to these files; "
-            "remove that with rollback"
+            "if it is damaged, remove that with rollback (holdfast rm --force)"
         )
         return PruneReport(kept=_kept(reasons), failed=dict.fromkeys(_going(reasons), problem))
     whole = _newest_whole(storage, scan.infos)

@@ -52,7 +52,7 @@ def keep_last(n: int) -> Retention:
 
 def keep_every(steps: int) -> Retention:
     """Keep those whose step is a multiple of ``steps``, 0 among them; of several of the same step
-    the newest. It holds none that were saved without a step."""
+    the newest. It cannot judge those that were saved without a step, and keeps them."""
     return Retention(rules=(_Every(steps=_checks.count("steps", steps, least=1)),))
 
 
@@ -115,10 +115,11 @@ class _Every:
     def held(self, infos: Sequence[CheckpointInfo], _: dt.datetime) -> Held:
         seen: set[int] = set()
         for info in infos:
-            if info.step is None or info.step % self.steps or info.step in seen:
-                continue
-            seen.add(info.step)
-            yield info, f"step {info.step} is a multiple of {self.steps}"
+            if info.step is None:
+                yield info, "it has no step"
+            elif info.step % self.steps == 0 and info.step not in seen:
+                seen.add(info.step)
+                yield info, f"step {info.step} is a multiple of {self.steps}"
 
     def __repr__(self) -> str:
         return f"keep_every({self.steps})"

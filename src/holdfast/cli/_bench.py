@@ -19,6 +19,7 @@ from holdfast.cli._progress import status
 from holdfast.cli._scratch import is_memory, nearest_folder, scratch
 from holdfast.cli._text import clean, counted, put, put_json, put_table, size
 from holdfast.errors import NoSpaceError
+from holdfast.storage import open_storage
 
 _MIB: Final = 1024 * 1024
 _PILOT_BYTES: Final = 4 * _MIB
@@ -87,7 +88,7 @@ def run(
     with status("preparing") as tell:
         result = _measured(store, mib * _MIB, seconds, tell)
     if as_json:
-        put_json(_document(store, result))
+        put_json(_document(open_storage(store).url, result))
     else:
         _put(result, note=_note(path))
     return Exit.OK
@@ -175,9 +176,9 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
-def _document(store: str, result: _Result) -> dict[str, Any]:
+def _document(url: str, result: _Result) -> dict[str, Any]:
     return {
-        "store": store,
+        "store": url,
         "size_bytes": result.size_bytes,
         "rounds": result.rounds,
         "seconds": result.seconds,

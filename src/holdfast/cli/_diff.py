@@ -2,7 +2,7 @@
 
 import fnmatch
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -15,7 +15,7 @@ from holdfast.cli._place import open_checkpoint
 from holdfast.cli._progress import Tick, bar
 from holdfast.cli._stored import StoredTensors, proven_same
 from holdfast.cli._text import clean, number, put, put_json, put_table, shape
-from holdfast.cli._values import flat_values, shown
+from holdfast.cli._values import flat_values, plain, shown
 from holdfast.errors import TensorNotFoundError
 from holdfast.format import StoredTensor, encode_value
 
@@ -39,7 +39,14 @@ class _Difference:
         return bool(self.added or self.removed or self.other or self.changed or self.values)
 
 
-_MISSING = "(not there)"
+class _NotThere:
+    """Stands for a value that one of the two does not have."""
+
+    def __repr__(self) -> str:
+        return "(not there)"
+
+
+_NOT_THERE: Final = _NotThere()
 
 
 def run(
@@ -112,7 +119,7 @@ def _kind(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
 def _values_apart(a: OpenCheckpoint, b: OpenCheckpoint) -> dict[str, tuple[object, object]]:
     mine, others = _values(a), _values(b)
     return {
-        name: (mine.get(name, _MISSING), others.get(name, _MISSING))
+        name: (mine.get(name, _NOT_THERE), others.get(name, _NOT_THERE))
         for name in (*mine, *(name for name in others if name not in mine))
         # As they are stored: NaN is NaN there, and 1 is not 1.0.
         if name not in mine
@@ -174,7 +181,8 @@ def _document(a: StoredTensors, b: StoredTensors, found: _Difference) -> dict[st
         ],
         "unchanged": found.unchanged,
         "values": [
-            {"name": name, "a": shown(mine), "b": shown(others)}
-            for name, (mine, others) in found.values.items()
+            {"name": name}
+            | {key: plain(v) for key, v in zip("ab", pair, strict=True) if v is not _NOT_THERE}
+            for name, pair in found.values.items()
         ],
     }

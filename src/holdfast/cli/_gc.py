@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.catalog import Catalog
-from holdfast.catalog._names import attempt_of_intent, attempt_of_shard
+from holdfast.catalog._names import is_own_name
 from holdfast.catalog._survey import survey
 from holdfast.cli._arguments import AsJson, StoreArgument
 from holdfast.cli._exits import Exit
-from holdfast.cli._place import find_store
+from holdfast.cli._place import ROOT_MARK, find_store, nothing_in, path_of
 from holdfast.cli._text import clean, counted, put, put_json, size
+from holdfast.contracts import COMMIT_RECORD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ def run(
     """Never touches a committed checkpoint, nor a save that is alive on any host: one that has
     renewed its lease within 10 minutes."""
     catalog = find_store(store, whole=True)
+    if not _is_store(store, catalog):
+        raise nothing_in(catalog)
     if not yes:
         loose = _loose(catalog)
         if as_json:
@@ -63,14 +66,22 @@ def run(
     return Exit.OK
 
 
+def _is_store(text: str, catalog: Catalog) -> bool:
+    """Whether anything was ever saved there: one that was emptied may have hidden leftovers."""
+    path = path_of(text)
+    if path is not None and (path / ROOT_MARK).exists():
+        return True
+    names = (_last(info.key) for info in catalog.storage.list())
+    return any(is_own_name(name) or name == COMMIT_RECORD for name in names)
+
+
 def _loose(catalog: Catalog) -> list[_Loose]:
     """What is in the store and no commit record names. Living saves have such files, too."""
     named = {key for folder in survey(catalog.storage, 0.0).values() for key in folder.named()}
     return [
         _Loose(key=info.key, size_bytes=info.size_bytes)
         for info in catalog.storage.list()
-        if info.key not in named
-        and (attempt_of_shard(_last(info.key)) or attempt_of_intent(_last(info.key)))
+        if info.key not in named and is_own_name(_last(info.key))
     ]
 
 

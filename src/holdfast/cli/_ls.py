@@ -26,7 +26,8 @@ def run(
         int | None, typer.Option("--limit", "-n", min=1, help="Only so many of the newest.")
     ] = None,
 ) -> int:
-    """A checkpoint whose record cannot be read is listed as DAMAGED, and the exit code is 1."""
+    """A checkpoint whose record cannot be read is listed as DAMAGED, or as NEWER if a newer
+    holdfast wrote it, and the exit code is 1."""
     place = find_place(store)
     seen = _seen(place)
     infos, broken = seen.infos[:limit], seen.unreadable
@@ -34,8 +35,11 @@ def run(
         put_json(_document(place.catalog.storage.url, infos, broken))
     elif infos or broken:
         now = dt.datetime.now(dt.UTC)
-        damaged = [(each.prefix, *[""] * 5, "DAMAGED", "") for each in broken]
-        put_table(_HEADER, [*damaged, *(_row(info, now) for info in infos)], right=_RIGHT)
+        marked = [
+            (each.prefix, *[""] * 5, "NEWER" if _is_newer(each) else "DAMAGED", "")
+            for each in broken
+        ]
+        put_table(_HEADER, [*marked, *(_row(info, now) for info in infos)], right=_RIGHT)
     for each in broken:
         say(f"cannot be read: {each.error}")
     if not infos and not broken:
@@ -51,6 +55,10 @@ def _seen(place: Place) -> Glance:
         return Glance(infos=(place.catalog.info(place.name),), unreadable=())
     except (CorruptedError, IncompatibleVersionError) as error:
         return Glance(infos=(), unreadable=(Unreadable(prefix=place.name, error=error),))
+
+
+def _is_newer(unreadable: Unreadable) -> bool:
+    return isinstance(unreadable.error, IncompatibleVersionError)
 
 
 def _row(info: CheckpointInfo, now: dt.datetime) -> tuple[str, ...]:
@@ -72,7 +80,10 @@ def _document(
     return {
         "store": url,
         "checkpoints": [described(info) for info in infos],
-        "unreadable": [{"name": each.prefix, "problem": each.error.message} for each in broken],
+        "unreadable": [
+            {"name": each.prefix, "problem": each.error.message, "newer": _is_newer(each)}
+            for each in broken
+        ],
     }
 
 

@@ -62,6 +62,13 @@ def real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def said_store(text: str) -> Path | None:
+    """The store on a disk that ``store//name`` says outright."""
+    plain = unquote(urlsplit(text).path) if _URL.match(text) else text  # a Path has no '//'
+    store, slashes, name = plain.rstrip("/").partition("//")
+    return real(Path(store).expanduser()) if store and slashes and name else None
+
+
 def check_folder(file: Path) -> None:
     """``NothingThereError`` unless there is a folder to write that file in."""
     if not file.parent.is_dir():
@@ -121,8 +128,6 @@ def nothing_in(catalog: Catalog) -> NothingThereError:
 
 
 def _on_disk(text: str, path: Path) -> Place:
-    plain = unquote(urlsplit(text).path) if _URL.match(text) else text  # a Path has no '//'
-    store, explicit, name = plain.rstrip("/").partition("//")
     path = real(path)
     if path.is_file():
         if path.name != COMMIT_RECORD and not path.name.endswith(_OF_A_CHECKPOINT):
@@ -137,12 +142,12 @@ def _on_disk(text: str, path: Path) -> Place:
     if (path / ROOT_MARK).exists() or path == path.parent:
         return Place(catalog=catalog_at(str(path)))
     marked = [parent for parent in path.parents if (parent / ROOT_MARK).exists()]
-    said = [real(Path(store).expanduser())] if store and explicit and name else []
+    said = said_store(text)
     # Slashes are doubled by accident, too, and a lock file is not: it counts if it is the only one.
-    roots = marked if len(marked) == 1 else [*said, *marked]
+    roots = marked if said is None or len(marked) == 1 else [said, *marked]
     tried = [root for root in (*roots, *path.parents) if path.is_relative_to(root)]
     names = [(str(root), path.relative_to(root).as_posix()) for root in tried]
-    found = _settled(names, sure=len(marked) == 1 or bool(said))
+    found = _settled(names, sure=len(marked) == 1 or said is not None)
     inside = str(marked[0]) if marked else None
     return found or Place(catalog=catalog_at(str(path)), inside=inside)
 

@@ -35,7 +35,11 @@ def run(
     ] = None,
     every: Annotated[
         int | None,
-        typer.Option("--keep-every", metavar="N", help="Keep those whose step N divides."),
+        typer.Option(
+            "--keep-every",
+            metavar="N",
+            help="Keep those whose step N divides, and those that have no step.",
+        ),
     ] = None,
     best: Annotated[
         list[str] | None,

@@ -68,6 +68,10 @@ def run(
     if axis is not None and axis < 0:
         raise MisuseError(f"--axis must be 0 or more, not {axis}")
     stored = StoredTensors(open_checkpoint(checkpoint))
+    dims = max((len(tensor.shape) for tensor in stored.tensors.values()), default=0)
+    if axis is not None and axis >= dims:
+        told = counted(dims, "dimension")
+        raise MisuseError(f"--axis {axis} counts from 0, and no tensor has more than {told}")
     new = NewCheckpoint.at(target)
     found = stored.opened.found
     if f"{stored.opened.storage.url}/{found.prefix}" == new.url:

@@ -14,7 +14,7 @@ from holdfast.cli._ls import described
 from holdfast.cli._place import open_checkpoint
 from holdfast.cli._text import age, clean, counted, number, put, put_json, put_table, shape, size
 from holdfast.cli._tree import tensor_lines
-from holdfast.cli._values import flat_values, shown
+from holdfast.cli._values import flat_values, plain, shown
 from holdfast.errors import TensorNotFoundError
 
 _VALUES = 20
@@ -115,8 +115,8 @@ def _document(opened: OpenCheckpoint, tensors: list[TensorInfo]) -> dict[str, An
             **described(opened.info),
             "attempt": found.record.attempt,
             "writer": found.record.writer,
-            "custom": _texts(decoded(found, found.record.custom, root="custom")),
-            "values": _texts(decoded(found, found.record.tree)),
+            "custom": _plain(decoded(found, found.record.custom, root="custom")),
+            "values": _plain(decoded(found, found.record.tree)),
         },
         "files": [
             {"name": file.name, "size_bytes": file.size_bytes, "of": file.prefix or found.prefix}
@@ -129,9 +129,6 @@ def _document(opened: OpenCheckpoint, tensors: list[TensorInfo]) -> dict[str, An
     }
 
 
-def _texts(value: object) -> dict[str, Any]:
-    """Values by their place; what JSON has no word for as Python writes it."""
-    return {
-        name: each if isinstance(each, str | int | float | bool | None) else repr(each)
-        for name, each in flat_values(value).items()
-    }
+def _plain(value: object) -> dict[str, Any]:
+    """Values by their place."""
+    return {name: plain(each) for name, each in flat_values(value).items()}

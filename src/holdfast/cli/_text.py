@@ -128,7 +128,7 @@ def _draw(
         table.add_column(name, justify=justify, overflow="fold", min_width=width)
     for row in rows:
         bad = any(cell.startswith(("DAMAGED", "bad")) for cell in row)
-        style = "red" if bad else "yellow" if "warn" in row else ""
+        style = "red" if bad else "yellow" if {"warn", "NEWER"} & {*row} else ""
         table.add_row(*(Text(cell, style=style) for cell in row))
     Console().print(table)
 

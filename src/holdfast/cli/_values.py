@@ -1,6 +1,7 @@
 """The plain values of a state by their place: ``optimizer.lr``. Leaves tensors out. Pure."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from holdfast.format import LeafRef, PerRank
 
@@ -39,3 +40,10 @@ def shown(value: object) -> str:
     return (
         text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"
     )
+
+
+def plain(value: object) -> Any:
+    """A value for JSON: lists and tuples as arrays, what it has no word for as Python writes it."""
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)

@@ -1,6 +1,7 @@
 """``holdfast verify``: whether checkpoints are what was written. Changes nothing in a store."""
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -45,7 +46,8 @@ def run(
     as_json: AsJson = False,
 ) -> int:
     """Every fault is named with its tensor and its file, and the exit code is 1 if there is any.
-    Headers, digests and the commit record are always checked, whatever the sample."""
+    One of a newer holdfast cannot be verified, which is 4. Headers, digests and the commit record
+    are always checked, whatever the sample."""
     share = _share(sample)
     if state is not None:
         check_folder(state)
@@ -53,15 +55,18 @@ def run(
     remembered = VerifyState.open(
         state, store=catalog.storage.url, sample=f"{share * 100}%", seed=seed
     )
-    results = []
+    results: list[_Result] = []
+    newer: dict[str, IncompatibleVersionError] = {}
     try:
         for name in names:
             try:
                 result = _verified(catalog, name, share, seed, remembered, keep=bool(state))
-            except LoadError as error:  # a training that goes on deletes its old ones
+            except (LoadError, IncompatibleVersionError) as error:
                 if not all_:
                     raise
                 say(f"passed over: {error}")
+                if isinstance(error, IncompatibleVersionError):
+                    newer[name] = error  # else a training that goes on has deleted it
                 continue
             results.append(result)
             if not as_json:
@@ -71,8 +76,14 @@ def run(
         raise KeyboardInterrupt(f"interrupted; {more}") from None
     remembered.end()
     if as_json:
-        put_json({"store": catalog.storage.url, "checkpoints": [_told(each) for each in results]})
-    return Exit.OK if all(not each.damage for each in results) else Exit.FOUND
+        put_json(
+            {
+                "store": catalog.storage.url,
+                "checkpoints": [_told(each) for each in results],
+                "newer": [{"name": name, "problem": why.message} for name, why in newer.items()],
+            }
+        )
+    return _exit(results, newer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,12 @@ class _Result:
     read_bytes: int = 0
     seconds: float = 0.0
     damage: tuple[Damage, ...]
+
+
+def _exit(results: Sequence[_Result], newer: Collection[str]) -> Exit:
+    if any(each.damage for each in results):
+        return Exit.FOUND
+    return Exit.DAMAGED if newer else Exit.OK
 
 
 def _share(text: str) -> Fraction:
@@ -117,7 +134,7 @@ def _verified(
     begun = time.monotonic()
     try:
         found = catalog.find(name)
-    except (CorruptedError, IncompatibleVersionError):
+    except CorruptedError:
         return _Result(name=name, damage=catalog.verify(name).damage)
     attempt = found.record.attempt
     extent = _extent(found)

@@ -103,7 +103,7 @@ class LocalStorage:
             self._fill(key, fd, ranges)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        with translated("list the storage", prefix):
+        with translated("list the storage", prefix or self.url):
             return iter([*listed(self._folders, prefix)])
 
     def stat(self, key: str) -> ObjectInfo:

@@ -7,7 +7,7 @@ import stat as modes
 from collections.abc import Iterator
 
 from holdfast.contracts import ObjectInfo
-from holdfast.storage._folders import Folders
+from holdfast.storage._folders import Folders, storage_error
 from holdfast.storage._new_file import RESERVED, hidden_files
 from holdfast.storage._system import System
 
@@ -88,6 +88,10 @@ def _entries(folders: Folders, parts: _Parts) -> list[_Entry]:
             ]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        if not parts:
+            raise  # the root is named by whoever lists it
+        raise storage_error(error, "list the storage", "/".join(parts)) from error
     return sorted((e for e in found if e[1] is not None or e[0].endswith("/")), key=_name)
 
 

@@ -9,6 +9,7 @@ from holdfast.catalog._names import MODEL_INDEX, is_own_name
 from holdfast.cli._exits import MisuseError, NothingThereError
 from holdfast.cli._place import ROOT_MARK, path_of, real
 from holdfast.contracts import COMMIT_RECORD
+from holdfast.errors import CorruptedError
 
 
 class Format(enum.StrEnum):
@@ -64,7 +65,8 @@ class Place:
 
 
 def source_at(text: str) -> Place:
-    """``NothingThereError`` if nothing is there, or nothing of a format that is known."""
+    """``NothingThereError`` if nothing is there, ``CorruptedError`` for a file of no format that is
+    known."""
     path = path_of(text)
     if path is None:
         return Place(text=text, path=None, format=Format.HOLDFAST)
@@ -119,6 +121,8 @@ def _of_file(path: Path, text: str) -> Format:
     beside = (path.parent / COMMIT_RECORD).exists()
     if beside and (path.name == COMMIT_RECORD or is_own_name(path.name)):
         return Format.HOLDFAST
+    if not path.is_file():  # a pipe, of which a read would wait for ever
+        raise MisuseError("this is neither a file nor a folder", path=text)
     with path.open("rb") as file:
         first = file.read(max(_LENGTH_BYTES + 1, len(_LEGACY_TORCH)))
     if first.startswith((ZIP, _LEGACY_TORCH)):
@@ -126,14 +130,14 @@ def _of_file(path: Path, text: str) -> Format:
     if first[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{":
         return Format.SAFETENSORS
     if path.name == DCP_METADATA or path.suffix == ".distcp":
-        raise NothingThereError("this is a file of a DCP folder; give the folder", path=text)
+        raise MisuseError("this is a file of a DCP folder; give the folder", path=text)
     known = _ENDINGS.get(path.suffix.lower())
     if known is not None:
-        raise NothingThereError(
+        raise CorruptedError(
             f"this file is cut short, or is not {known.words}: it does not begin like one",
             path=text,
         )
-    raise NothingThereError(
+    raise CorruptedError(
         "this file is of no format that is known: it begins neither like a torch.save file nor "
         "like a safetensors file",
         path=text,

@@ -14,7 +14,7 @@ from holdfast.cli._converting.file_parts import (
     tensor_in_files,
 )
 from holdfast.cli._converting.recognising import model_files
-from holdfast.cli._exits import NothingThereError
+from holdfast.cli._exits import MisuseError
 from holdfast.contracts import SMALL_OBJECT_BYTES
 from holdfast.errors import CorruptedError
 from holdfast.format import dtype_of, header_bytes_needed, parse_shard_header
@@ -70,7 +70,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     for placed in layout.entries:
         entry = placed.entry
         if placed.codec is not None or entry.box is not None:
-            raise NothingThereError(
+            raise MisuseError(
                 "this file is a part of a holdfast checkpoint; give the checkpoint", path=str(path)
             )
         strides = row_major(entry.shape, dtype_of(entry.dtype).itemsize)

@@ -14,7 +14,8 @@ from holdfast.catalog._shard_write import Tick, write_shard
 from holdfast.catalog._writing import BoxSource, grouped
 from holdfast.cli._converting.contents import Tensor, chunks_of
 from holdfast.cli._exits import MisuseError
-from holdfast.cli._place import PATIENCE, ROOT_MARK, as_usage, catalog_at, path_of, real
+from holdfast.cli._place import PATIENCE, ROOT_MARK, as_usage, catalog_at, path_of, real, said_store
+from holdfast.contracts import COMMIT_RECORD
 from holdfast.errors import CheckpointExistsError
 from holdfast.format import CommitRecord, CompressionLevel, ShardEntry, StoredFile
 from holdfast.reshard import Box
@@ -30,8 +31,8 @@ class NewCheckpoint:
 
     @classmethod
     def at(cls, text: str) -> Self:
-        """``runs/a/step_100``: the store is the one that the path lies in by its lock file, else
-        all but the last name. Two slashes say it outright: ``s3://bucket/run//a/step_100``."""
+        """``runs/a/step_100``: the store is all but the last name, as for ``holdfast.save``. Two
+        slashes say it outright: ``s3://bucket/run//a/step_100``."""
         path = path_of(text)
         if path is None:
             scheme, _, rest = text.partition("://")
@@ -40,12 +41,8 @@ class NewCheckpoint:
                 store, _, name = rest.rstrip("/").rpartition("/")
             root = f"{scheme}://{store}"
         else:
-            said, slash, name = str(text).rstrip("/").partition("//")
             whole = real(path)
-            marked = [parent for parent in whole.parents if (parent / ROOT_MARK).exists()]
-            explicit = bool(slash and said and name and "://" not in text)
-            above = real(Path(said).expanduser()) if explicit else None
-            store_path = above or (marked[0] if marked else whole.parent)
+            store_path = said_store(text) or _store_above(whole)
             root, name = str(store_path), whole.relative_to(store_path).as_posix()
         if not name or root.endswith("://"):
             raise MisuseError(f"{text} names no checkpoint: write store/name, as runs/a/step_100")
@@ -82,6 +79,14 @@ class NewCheckpoint:
             self.catalog.commit(attempt, make(attempt, ticking))
         if attempt.replaces is not None:
             delete_replaced(self.catalog.storage, attempt.replaces)
+
+
+def _store_above(path: Path) -> Path:
+    """The folder above; but one that has checkpoints already is part of the store whose lock file
+    is above it: others there may refer to their files."""
+    folder = path.parent
+    marked = (each for each in path.parents if (each / ROOT_MARK).exists())
+    return next(marked, folder) if any(folder.glob(f"*/{COMMIT_RECORD}")) else folder
 
 
 @dataclass(slots=True, kw_only=True)

@@ -239,7 +239,7 @@ def _why(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "Unsupported" in line or "was not an allowed global" in line]
     text = told[0] if told else next((li for li in lines if _UNSAFE not in li), _UNSAFE)
-    return text.removeprefix("WeightsUnpickler error:").partition(". Please")[0].strip()
+    return text.removeprefix("WeightsUnpickler error:").partition(". Please")[0].strip(" .")
 
 
 def _first_line(error: Exception) -> str:
