@@ -13,6 +13,8 @@ import signal
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import _paths  # noqa: F401 -- the tests' machinery
@@ -47,6 +49,20 @@ def end_savers(saver: Subject, seed: int, cases: int) -> Outcome:
         return _Place(saver, folder, random.Random(seed), f"seed {seed}").run(cases)
 
 
+@dataclass(slots=True)
+class Tally:
+    """Attempts, of which those are cases that fell into a save, or did harm all the same."""
+
+    cases: int = 0
+    violated: int = 0
+    told: list[str] = field(default_factory=list)
+
+    def add(self, problems: Sequence[str], *, during: bool) -> None:
+        self.cases += during or bool(problems)
+        self.violated += bool(problems)
+        self.told += problems[: MOST_TOLD - len(self.told)]
+
+
 class _Place:
     """One folder that is overwritten again and again, by processes that come to harm."""
 
@@ -59,40 +75,39 @@ class _Place:
         self._next = 1
         self._there: int | None = None
         self._facts: Counter[str] = Counter()
-        self._cases = 0
-        self._violated = 0
-        self._told: list[str] = []
+        self._problems: list[str] = []
 
     def run(self, attempts: int) -> Outcome:
+        tally = Tally()
         for attempt in range(attempts):
             if self._there is None:
                 self._there = self._saved_by_one_that_is_left_alone()
             harm = self._harms[attempt % len(self._harms)]  # by chance, a few would miss one
-            self._cases += harm(f"{self._when}, case {attempt}")
+            self._problems = []
+            during = harm(f"{self._when}, case {attempt}")
+            tally.add(self._problems, during=during)
         return Outcome(
-            cases=self._cases,
-            violated=self._violated,
-            violations=tuple(self._told),
+            cases=tally.cases,
+            violated=tally.violated,
+            violations=tuple(tally.told),
             facts=dict(self._facts),
         )
 
     def _kill(self, when: str) -> bool:
-        """This and the next two: whether it was a case at all."""
+        """This and the next two: whether it fell into a save."""
         first = self._next
         with forked(saves(self._saver, self._folder, self._values(SAVES))) as child:
             self._wait(child, SAVES)
-            child.read()
-            before = len(child.lines)
             child.signal(signal.SIGKILL)
             child.end()
         self._learn(child)
-        during = len(child.lines) == before and child.lines[-1].startswith("begin")
+        during = child.lines[-1].startswith("begin")
         self._facts["killed during a save" if during else "killed after a save"] += 1
         refused = [line for line in child.lines if line.startswith("failed")]
         acked = child.last("saved") or self._there or 0
         allowed = {acked, *range(max(first, acked), (child.last("begin") or acked) + 1)}
         self._judge(allowed, refused, f"{when}, killed")
-        return True
+        return during
 
     def _stop(self, when: str) -> bool:
         ours, theirs = self._values(1), self._values(1)
@@ -103,7 +118,7 @@ class _Place:
             over = _is_over(first)
             self._facts["stopped after a save" if over else "stopped during a save"] += 1
             self._take_over(first, ours, theirs, f"{when}, stopped and continued")
-        return True
+        return not over
 
     def _stop_at_a_call(self, when: str) -> bool:
         """As strace can: the process is stopped as it comes out of the call."""
@@ -120,7 +135,7 @@ class _Place:
                 except Stuck as stuck:
                     first.signal(signal.SIGKILL)
                     first.end()
-                    self._violate(f"{when}, to be stopped at {where}: {stuck}")
+                    self._problems.append(f"{when}, to be stopped at {where}: {stuck}")
                     self._judge({ours[0], self._there or 0}, [], when)
                     return True
                 self._facts[f"stopped at a {call}" if stopped else "made no such call"] += 1
@@ -140,7 +155,7 @@ class _Place:
                     second.end()
             except Stuck as stuck:
                 first.signal(signal.SIGKILL)
-                self._violate(f"{when}: {stuck}")
+                self._problems.append(f"{when}: {stuck}")
         acked = {value for child in (first, second) if (value := child.last("saved"))}
         self._facts["both were acknowledged"] += len(acked) > 1
         self._facts["one was refused"] += len(acked) == 1
@@ -168,16 +183,11 @@ class _Place:
         found = look(self._saver, self._folder)
         self._there = found.value
         if refused:
-            self._violate(f"{when}: a save before that {refused[0]}")
+            self._problems.append(f"{when}: a save before that {refused[0]}")
         elif found.value not in allowed:
             self._facts[_name_of(found)] += 1
             wanted = ", ".join(map(str, sorted(allowed)))
-            self._violate(f"{when}: found {found}, not one of {wanted}")
-
-    def _violate(self, what: str) -> None:
-        self._violated += 1
-        if len(self._told) < MOST_TOLD:
-            self._told.append(what)
+            self._problems.append(f"{when}: found {found}, not one of {wanted}")
 
     def _wait(self, child: Child, saves: int) -> None:
         """Until a random moment of so many saves, or right after one."""
@@ -243,7 +253,7 @@ def _name_of(found: Found) -> str:
 CAMPAIGN = Campaign(
     name="kills",
     promise="a process killed, or stopped and continued, at any moment leaves the old or the new",
-    counted="processes killed, or stopped while another took over",
+    counted="processes killed in a save, or stopped in one while another took over",
     cases=5_000,
     peer_cases=600,
     run=run,

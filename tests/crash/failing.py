@@ -28,6 +28,7 @@ class FailingSystem(RecordingSystem):
         self._how = how
         self._count = 0
         self.failed: list[str] = []
+        self.failed_reads_of_parts = 0
         self.failed_syncs: list[int] = []
         self.synced_again: list[int] = []
 
@@ -42,7 +43,7 @@ class FailingSystem(RecordingSystem):
                 if name == "sync" and self._by_fd[args[0]] in self.failed_syncs:
                     self.synced_again.append(self._by_fd[args[0]])
                 return real(*args, **kwargs)
-            self.failed.append(name)
+            self._fails(name, args)
             if name == "sync":
                 self.failed_syncs.append(self._by_fd[args[0]])
             elif self._how == AFTER:
@@ -51,6 +52,10 @@ class FailingSystem(RecordingSystem):
                     self.close(result[0] if isinstance(result, tuple) else result)
             raise OSError(self._code, os.strerror(self._code))
 
+    def _fails(self, name, args):
+        self.failed.append(name)
+        self.failed_reads_of_parts += name == "read_parts" and len(args[1]) > 1
+
     def _partly(self, real, name, fd=None, memory=None, offset=None, **kwargs):
         if name not in {"read_parts", "write"}:
             args = [arg for arg in (fd, memory, offset) if arg is not None]
@@ -58,7 +63,7 @@ class FailingSystem(RecordingSystem):
         self._count += 1
         if self._count != self._nth:
             return real(fd, memory, offset)
-        self.failed.append(name)
+        self._fails(name, (fd, memory))
         if self._how == NOTHING:
             return 0
         if name == "read_parts" and len(memory) > 1:

@@ -18,16 +18,21 @@ from failing import BEFORE, NOTHING, SHORT, FailingSystem
 from recovered import Recovered, visible
 
 from holdfast.catalog import Catalog
-from holdfast.errors import CheckpointError
+from holdfast.contracts import ReadRange
+from holdfast.errors import CheckpointError, StorageError
 from holdfast.storage import LocalStorage
+from holdfast.storage._pages import aligned_memory
+
+BIG = os.urandom(9 * 1024 * 1024 + 5)
+LARGE = os.urandom(4 * 1024 * 1024 + 3 * 4096 + 5)
+"""Both take several requests and end within a block; no block of them is like another."""
 
 EXISTING = {
     "checkpoint old": "value 1",
     "checkpoint other": "value 2",
     "object plain/a": b"a" * 700,
+    "object plain/large": LARGE,
 }
-
-BIG = os.urandom(1024) * (9 * 1024)
 
 
 def save(storage):
@@ -73,7 +78,24 @@ def _remove(storage):
 def _read(storage):
     assert Catalog(storage).read("old")["step"] == 1
     assert storage.read("plain/a") == b"a" * 700
-    assert [info.key for info in storage.list("plain/")] == ["plain/a"]
+    assert [info.key for info in storage.list("plain/")] == ["plain/a", "plain/large"]
+
+
+def _read_large(storage):
+    """Past the page cache, and without a copy but of the edges: memory lies as the bytes do."""
+    into = aligned_memory(len(LARGE))[1:]
+    storage.read_into("plain/large", [ReadRange(start=1, into=into, uncached=True)])
+    assert into == LARGE[1:]
+
+
+def _verify(storage):
+    """What cannot be read is told as that, and nothing that can be is called damaged."""
+    unread = ("could not read the object", "the object was cut while it was read")
+    problems = [damage.problem for damage in Catalog(storage).verify("old").damage]
+    for problem in problems:
+        assert any(each in problem for each in unread), problem
+    if problems:
+        raise StorageError(problems[0])
 
 
 ACTS = {
@@ -87,6 +109,8 @@ ACTS = {
     "write large": (_write_large, {"object plain/b/c": BIG}),
     "remove": (_remove, {"object plain/a": None}),
     "read": (_read, {}),
+    "read large": (_read_large, {}),
+    "verify": (_verify, {}),
 }
 
 
@@ -96,6 +120,7 @@ def prepare(base: Path) -> None:
     Catalog(storage).write("old", state_of(1))
     Catalog(storage).write("other", state_of(2))
     storage.create("plain/a", b"a" * 700)
+    storage.create("plain/large", LARGE)
 
 
 class Injections:
@@ -108,6 +133,8 @@ class Injections:
         self._rng = random.Random(f"{act} {seed}")
         self._values = {}
         self._fds = _fds()
+        self.failed: set[str] = set()
+        self.reads_of_parts = 0
         self.injections = 0
         self.successes = 0
         self.violated = 0
@@ -127,6 +154,8 @@ class Injections:
                 shutil.rmtree(base)
             if not system.failed:
                 return self
+            self.failed.update(system.failed)
+            self.reads_of_parts += system.failed_reads_of_parts
             self.injections += 1
         raise AssertionError("unreachable")
 
@@ -140,6 +169,10 @@ class Injections:
             allowed = {key: {EXISTING.get(key), new} for key, new in self._change.items()}
             if system._how in {BEFORE, SHORT, NOTHING} and system.failed != ["unlink"]:
                 yield from (f"{where}, and left {path}" for path in hidden(base))
+        except AssertionError as error:
+            where = f"{where} ({', '.join(system.failed)}) gave a wrong answer: {error}"
+            yield where
+            allowed = {}
         else:
             where = f"{where} ({', '.join(system.failed)}) succeeded"
             self.successes += 1

@@ -24,7 +24,8 @@ KILLS = 12
 
 
 class Careful(Subject):
-    """One file, written aside, synced, renamed, and the name synced: right, as it must be found."""
+    """One file, written aside, synced, renamed, and the name synced: right, as it must be found.
+    Slow enough to be caught at it."""
 
     name = "careful"
     module = "os"
@@ -41,6 +42,7 @@ class Careful(Subject):
         left = self.data(value)
         while left:
             left = left[os.write(fd, left[:1000]) :]
+            time.sleep(0.003)
 
     def sync(self, folder: Path) -> None:
         fd = os.open(folder, os.O_RDONLY)
@@ -74,15 +76,9 @@ class Unsynced(Careful):
 
 
 class InPlace(Careful):
-    """Syncs all it does, and writes over what was there, slowly enough to be caught at it."""
+    """Syncs all it does, and writes over what was there."""
 
     name = "in place"
-
-    def write(self, fd: int, value: int) -> None:
-        data = self.data(value)
-        for start in range(0, len(data), 1000):
-            os.write(fd, data[start : start + 1000])
-            time.sleep(0.003)
 
     def save(self, folder: Path, value: int, name: str = LATEST) -> None:
         with (folder / name).open("wb", buffering=0) as file:

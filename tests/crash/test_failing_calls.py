@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from campaign import MEMORY, ROOT, observe
-from failing import AFTER, BEFORE, FROM_THEN_ON, NOTHING, SHORT, FailingSystem
+from failing import AFTER, BEFORE, CALLS, FROM_THEN_ON, NOTHING, SHORT, FailingSystem
 from injections import ACTS, EXISTING, Injections, create, hidden, prepare, save
 
 from holdfast.catalog import Catalog
@@ -44,6 +44,24 @@ def test_a_call_that_fails_loses_nothing(prepared, act):
     done = Injections(prepared, act).fail_all(BEFORE).fail_all(AFTER)
     assert done.violations == []
     assert done.injections >= 8
+
+
+def test_there_is_no_call_that_never_fails(prepared):
+    """Direct I/O is given up only where it was refused: so what is left then fails as well."""
+    fd = os.open(prepared / ROOT / "plain/large", os.O_RDONLY)
+    try:
+        if not System().make_direct(fd):
+            pytest.skip("this filesystem has no direct I/O")
+    finally:
+        os.close(fd)
+    failed, reads_of_parts = set(), 0
+    for act in ACTS:
+        done = Injections(prepared, act).fail_all(FROM_THEN_ON, errno.EINVAL)
+        assert done.violations == []
+        failed |= done.failed
+        reads_of_parts += done.reads_of_parts
+    assert failed == {*CALLS}
+    assert reads_of_parts > 1
 
 
 @pytest.mark.parametrize("act", ["save", "replace", "write", "remove"])

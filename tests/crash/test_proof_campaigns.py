@@ -42,7 +42,7 @@ def results(told):
 def test_what_is_right_is_found_so(results, campaign, saver):
     outcome = results[f"{campaign}: {saver}"]
     assert outcome["violations"] == []
-    assert outcome["cases"] > 5
+    assert outcome["cases"] > 2
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,21 @@ def test_what_is_broken_is_found_out(results, campaign, saver):
     assert outcome["violations"]
 
 
-def test_only_processes_that_came_to_harm_are_counted_as_killed_or_stopped(results):
-    outcomes = [outcome for name, outcome in results.items() if name.startswith("kills: ")]
-    unharmed = [outcome["facts"].get("made no such call", 0) for outcome in outcomes]
-    assert any(unharmed)
-    cases = [outcome["cases"] for outcome in outcomes]
-    assert [sum(both) for both in zip(cases, unharmed, strict=True)] == [KILLS] * len(cases)
+def test_only_processes_that_came_to_harm_in_a_save_are_counted(results):
+    fell_into_one = ("killed during", "stopped during", "stopped at")
+    beside = ("killed after", "stopped after", "made no such call")
+    for saver in ("holdfast", "careful"):
+        outcome = results[f"kills: {saver}"]
+        facts = outcome["facts"].items()
+        assert outcome["cases"] == sum(n for name, n in facts if name.startswith(fell_into_one))
+        assert KILLS - outcome["cases"] == sum(n for name, n in facts if name.startswith(beside))
+    assert results["kills: careful"]["cases"] < KILLS  # it lacks some of the calls of a commit
+
+
+@pytest.mark.parametrize("saver", ["in place", "denying", "yielding"])
+def test_no_more_is_violated_than_was_tried(results, saver):
+    outcome = results[f"kills: {saver}"]
+    assert outcome["violated"] <= outcome["cases"] <= KILLS
 
 
 def test_a_process_that_neither_stops_nor_ends_takes_no_more_than_its_time(results):

@@ -1,3 +1,6 @@
+import errno
+import mmap
+import os
 import random
 from collections import Counter
 
@@ -11,6 +14,7 @@ from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptedError,
     IncompatibleVersionError,
+    LoadError,
     StorageError,
     TransientStorageError,
 )
@@ -387,3 +391,24 @@ def test_an_object_that_cannot_be_read_past_the_cache_is_an_error():
     fault = Fault("read_into", error=StorageError("broken"))
     with pytest.raises(StorageError, match="broken"):
         UncachedStorage(FaultyStorage(storage, faults=[fault])).read("a")
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "expected"), [(0, TransientStorageError), (8 << 20, LoadError)]
+)
+def test_too_little_memory_is_no_damage(tmp_path, monkeypatch, most_bytes, expected):
+    """That of the storage, and that of who looks at what it has read."""
+    Catalog(tmp_path).write("a", {"w": np.zeros(4 << 20, np.uint8)})
+    mapped = mmap.mmap
+
+    def sparing(fd, nbytes, **how):
+        if nbytes > most_bytes:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return mapped(fd, nbytes, **how)
+
+    monkeypatch.setattr(mmap, "mmap", sparing)
+    with pytest.raises(expected, match="there is no memory for a buffer of") as caught:
+        Catalog(tmp_path).verify("a")
+    assert type(caught.value) is expected
+    monkeypatch.undo()
+    assert Catalog(tmp_path).verify("a").is_intact

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.contracts import ReadRange
-from holdfast.errors import NoSpaceError, ObjectChangedError, StorageError
+from holdfast.errors import NoSpaceError, ObjectChangedError, StorageError, TransientStorageError
 from holdfast.storage import LocalStorage, _system
 from holdfast.storage._folders import Folders
 from holdfast.storage._new_file import NewFile
@@ -354,6 +354,29 @@ def test_an_error_of_the_disk_is_told_also_if_nothing_is_copied(tmp_path):
     storage, _ = stored(tmp_path, Broken())
     with pytest.raises(StorageError, match="input/output error"):
         storage.read_into("a", [ReadRange(start=1, into=lying_as(1, 4 * MIB))])
+
+
+@pytest.fixture
+def no_memory(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+
+
+def test_that_there_is_no_memory_for_a_buffer_is_told_as_that(tmp_path, no_memory):
+    (tmp_path / "there").write_bytes(bytes(MIB))
+    storage = LocalStorage(tmp_path, system=Watched())
+    into = memoryview(bytearray(MIB + 1))[1:]
+    no_buffer = "there is no memory for a buffer of [0-9]+ bytes"
+    with pytest.raises(TransientStorageError, match=f"could not read .*: {no_buffer}") as caught:
+        storage.read_into("there", [ReadRange(start=0, into=into)])
+    assert caught.value.path == "there"
+    with pytest.raises(TransientStorageError, match=f"could not write .*: {no_buffer}") as caught:
+        put(storage, "a", b"x")
+    assert caught.value.path == "a"
+    assert [info.key for info in storage.list()] == ["there"]
+    assert storage.sweep(0) == 0
 
 
 @pytest.mark.parametrize("size", [1, MIB - 1, 8 * MIB])

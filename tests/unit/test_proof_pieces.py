@@ -14,6 +14,7 @@ from injections import ACTS
 import crash_states
 import exact_resume
 import failing_calls
+import kills
 import long_tests
 import rank_faults
 from _campaign import HOLDFAST, Outcome
@@ -119,3 +120,10 @@ def test_a_saver_that_dies_of_a_failing_call_has_told_nobody(name, violated):
     assert tally.facts == {"told of the failure": 1, "died of a signal": 1}
     assert tally.violated == violated
     assert tally.told == ["another: the save died of SIGABRT"] * violated
+
+
+def test_an_attempt_that_breaks_a_promise_is_a_case_and_breaks_it_once():
+    tally = kills.Tally()
+    for problems, during in ([], False), ([], True), (["stuck", "lost"], True), (["lost"], False):
+        tally.add(problems, during=during)
+    assert (tally.cases, tally.violated, tally.told) == (3, 2, ["stuck", "lost", "lost"])

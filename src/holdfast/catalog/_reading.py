@@ -115,7 +115,7 @@ class TensorReader:
                     yield Job.of(shard, placed, piece, views[nth])
 
         def run(batch: Sequence[Job]) -> None:
-            with self._telling_missing_files():
+            with self._telling():
                 damaged = run_batch(self._storage, batch, buffers)
             for bad in damaged:
                 raise bad.error()
@@ -187,7 +187,7 @@ class TensorReader:
 
         def run(batch: Sequence[Job]) -> None:
             try:
-                with self._telling_missing_files():
+                with self._telling():
                     bad.extend(run_batch(self._storage, batch, buffers, keep=False))
             except (CorruptedError, StorageError) as error:
                 if error.transient:
@@ -240,7 +240,7 @@ class TensorReader:
         file = self._record.files[index]
         key = f"{file.prefix or self._prefix}/{file.name}"
         try:
-            with self._telling_missing_files():
+            with self._telling():
                 return open_shard(self._storage, key, file)
         except ValueError as error:
             raise CorruptedError(
@@ -266,10 +266,17 @@ class TensorReader:
         return stored.within(box)
 
     @contextlib.contextmanager
-    def _telling_missing_files(self) -> Iterator[None]:
-        """A file that is not there is damage, unless the checkpoint itself is not there."""
+    def _telling(self) -> Iterator[None]:
+        """A file that is not there is damage, unless the checkpoint itself is not there. Memory
+        that is not there is none."""
         try:
             yield
+        except MemoryError as error:
+            reason = str(error) or "none is left"
+            raise LoadError(
+                f"there is too little memory to read the checkpoint: {reason}",
+                path=f"{self._storage.url}/{self._prefix}",
+            ) from error
         except ObjectNotFoundError as error:
             if not self._is_still_there():
                 raise LoadError(

@@ -12,7 +12,10 @@ from holdfast.errors import NoSpaceError, ObjectNotFoundError, StorageError, Tra
 from holdfast.storage._system import System
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_PASSING = {errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.ENFILE, errno.EMFILE}
+_PASSING = {
+    *(errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.ENFILE, errno.EMFILE),
+    errno.ENOMEM,
+}
 _REMEMBERED = 1024
 
 _Inode = tuple[int, int]
@@ -20,9 +23,11 @@ _Inode = tuple[int, int]
 
 @contextlib.contextmanager
 def translated(doing: str, path: str, *, writing: bool = False) -> Iterator[None]:
-    """Turn an ``OSError`` of the block into the ``StorageError`` that says the same.
+    """Turn an ``OSError`` or ``MemoryError`` of the block into the ``StorageError`` that says the
+    same.
 
-    A file that is gone is no object that is missing if it was our own, being written.
+    A file that is gone is no object that is missing if it was our own, being written. Memory that
+    is not to be had may be later, and says nothing of the object.
     """
     try:
         yield
@@ -37,6 +42,9 @@ def translated(doing: str, path: str, *, writing: bool = False) -> Iterator[None
                 path=path,
             ) from error
         raise storage_error(error, doing, path) from error
+    except MemoryError as error:
+        reason = str(error) or "there is no memory left"
+        raise TransientStorageError(f"could not {doing}: {reason}", path=path) from error
 
 
 def storage_error(error: OSError, doing: str, path: str) -> StorageError:
