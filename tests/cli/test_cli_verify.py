@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -78,6 +79,27 @@ def test_what_a_newer_holdfast_wrote_is_not_called_damaged(own_store):
     (cut,) = (own_store / "step_100").glob("*.safetensors")
     os.truncate(cut, cut.stat().st_size - 1)
     assert holdfast("verify", own_store, "--all").code == 1
+
+
+SPARING = """
+import errno, mmap, os, sys
+mapped = mmap.mmap
+def sparing(fd, nbytes, **how):
+    if nbytes > 8 << 20:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return mapped(fd, nbytes, **how)
+mmap.mmap = sparing
+from holdfast.cli import main
+main()
+"""
+
+
+def test_what_there_is_no_memory_for_is_not_passed_over(large):
+    command = [sys.executable, "-c", SPARING, "verify", str(large), "--all"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode not in {0, 1, 70}
+    assert "there is too little memory to read the checkpoint" in ran.stderr
+    assert "passed over" not in ran.stderr
 
 
 def test_a_sample_reads_its_share_the_same_for_the_same_seed(large):

@@ -19,7 +19,12 @@ from holdfast.cli._place import check_folder, find_checkpoint, find_store, nothi
 from holdfast.cli._progress import bar
 from holdfast.cli._text import clean, counted, put, put_json, say, size
 from holdfast.cli._verify_state import VerifyState
-from holdfast.errors import CorruptedError, IncompatibleVersionError, LoadError
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    CorruptedError,
+    IncompatibleVersionError,
+    LoadError,
+)
 from holdfast.format import dtype_of
 from holdfast.reshard import Box
 
@@ -61,7 +66,7 @@ def run(
         for name in names:
             try:
                 result = _verified(catalog, name, share, seed, remembered, keep=bool(state))
-            except (LoadError, IncompatibleVersionError) as error:
+            except (CheckpointNotFoundError, _ReplacedError, IncompatibleVersionError) as error:
                 if not all_:
                     raise
                 say(f"passed over: {error}")
@@ -98,6 +103,10 @@ class _Result:
     read_bytes: int = 0
     seconds: float = 0.0
     damage: tuple[Damage, ...]
+
+
+class _ReplacedError(LoadError):
+    """It is not there any more as it was when its verification began."""
 
 
 def _exit(results: Sequence[_Result], newer: Collection[str]) -> Exit:
@@ -143,9 +152,16 @@ def _verified(
     before = seen.checked_bytes
     with bar(clean(name), int(extent.nbytes * parts.share), before) as tick:
         for nth in (part for part in parts.chosen if part not in seen.done):
-            report = catalog.verify(name, part=(nth, parts.of), progress=tick)
+            try:
+                report = catalog.verify(name, part=(nth, parts.of), progress=tick)
+            except LoadError as error:
+                if catalog.find(name).record.attempt == attempt:  # as for want of memory
+                    raise
+                raise _ReplacedError(error.message, path=name) from error
             if parts.of > 1 and catalog.find(name).record.attempt != attempt:
-                raise LoadError("saved again while it was verified; verify it again", path=name)
+                raise _ReplacedError(
+                    "saved again while it was verified; verify it again", path=name
+                )
             seen.done.add(nth)
             seen.checked_bytes += report.checked_bytes
             seen.damage.update(dict.fromkeys(report.damage))
