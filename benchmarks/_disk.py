@@ -91,17 +91,6 @@ def cold(folder: Path) -> None:
                 os.close(fd)
 
 
-def warm(path: Path) -> None:
-    """Have the file, or all files below the folder, in the page cache: with many large ones the
-    first may be gone from it when the last is there."""
-    block = bytearray(BLOCK_BYTES)
-    for file in (path, *path.rglob("*")):
-        if file.is_file():
-            with file.open("rb", buffering=0) as opened:
-                while opened.readinto(block):
-                    pass
-
-
 def extra_memory(call: Callable[[], object]) -> int:
     """How far the process's memory rose over what it was, while the call ran."""
     ctypes.CDLL(None).malloc_trim(0)

@@ -7,7 +7,6 @@ none always comes after the same one.
 
 import concurrent.futures
 import multiprocessing
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,10 +98,12 @@ def interleaved(
 
 
 def in_turn(names: Iterable[str], repeat: int) -> list[str]:
-    """The order of a repeat: any, but always the same."""
+    """The order of a repeat: there and back, then from the next on. After two repeats for each
+    name, every one was at every place twice."""
     ordered = [*names]
-    random.Random(repeat).shuffle(ordered)
-    return ordered
+    first = repeat // 2 % max(1, len(ordered))
+    ordered = ordered[first:] + ordered[:first]
+    return ordered[::-1] if repeat % 2 else ordered
 
 
 def _seconds_per_call(call: Callable[[], object], calls: int) -> float:

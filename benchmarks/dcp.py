@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from _disk import RAW, cold, in_folder, raw_read, raw_write, warm
+from _disk import RAW, cold, in_folder, raw_read, raw_write
 from _measure import (
     FULL,
     MIB,
@@ -35,6 +35,7 @@ from _measure import (
 from _peers import DCP, HOLDFAST
 from _ranks import Training
 from distributed import on_ranks
+from holdfast.cli._bench_disk import take_into_cache
 from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
 from holdfast.testing import RankGang
 
@@ -78,7 +79,9 @@ def compared(extent: Extent, folder: Path, *, ranks: int, small: int | None) -> 
         from_disk = interleaved({**bare, **loads}, repeats=repeats, prepare=lambda _: cold(folder))
         for name in names:
             on_ranks(gang, check, name)
-        from_cache = interleaved(loads, repeats=repeats, prepare=lambda name: warm(folder / name))
+        from_cache = interleaved(
+            loads, repeats=repeats, prepare=lambda name: take_into_cache(folder / name)
+        )
     what = f"{small:,} tensors of 1 KiB" if small else f"{ranks} rank{'s' * (ranks > 1)}"
     found: list[Measurement] = []
     if bare:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from _disk import RAW, cold, in_folder, warm
+from _disk import RAW, cold, in_folder
 from _measure import (
     FULL,
     MIB,
@@ -37,6 +37,7 @@ from _measure import (
 from _peers import DCP, DCP_DEFAULT, HOLDFAST
 from _ranks import IN_PLACE, bytes_read, check, peak_of, read, set_up, write
 from holdfast.catalog import Catalog
+from holdfast.cli._bench_disk import take_into_cache
 from holdfast.testing import RankGang
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def end_to_end(extent: Extent, folder: Path, *, ranks: int) -> list[Measurement]
         again = interleaved(
             {name: loads[name] for name in (HOLDFAST, IN_PLACE, *DCP)},
             repeats=repeats,
-            prepare=lambda name: warm(folder / (HOLDFAST if name == IN_PLACE else name)),
+            prepare=lambda name: take_into_cache(folder / (HOLDFAST if name == IN_PLACE else name)),
         )
     where = f"on {ranks} rank{'s' * (ranks > 1)}"
     return [

@@ -20,7 +20,7 @@ import torch
 
 import planning
 from _dcp_rank_0 import dcp_rank_0
-from _disk import cold, in_folder, warm
+from _disk import cold, in_folder
 from _measure import (
     FULL,
     MIB,
@@ -36,6 +36,7 @@ from _measure import (
     told,
 )
 from _peers import DCP, DCP_DEFAULT, HOLDFAST, ORBAX, check, peer_names, way
+from holdfast.cli._bench_disk import take_into_cache
 
 SIZES = (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB)
 LEAF_BYTES = 16 * MIB
@@ -120,7 +121,7 @@ def side_by_side(
         check(name, each.load, state, into)
     if and_warm:
         found["warm load"] = interleaved(
-            loads, repeats=repeats, prepare=lambda name: warm(folder / name)
+            loads, repeats=repeats, prepare=lambda name: take_into_cache(folder / name)
         )
     return found
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from _disk import RAW, cold, extra_memory, in_folder, raw_read, raw_write, warm
+from _disk import RAW, cold, extra_memory, in_folder, raw_read, raw_write
 from _measure import (
     FULL,
     MIB,
@@ -45,6 +45,7 @@ from _peers import (
     way,
 )
 from holdfast.catalog import Catalog
+from holdfast.cli._bench_disk import take_into_cache
 from holdfast.format import CHUNK_BYTES
 
 STATE_BYTES = 2048 * MIB
@@ -109,7 +110,7 @@ def _measure(folder: Path, *, extent: Extent) -> list[Measurement]:
     read = interleaved({**bare, **loads}, repeats=repeats, prepare=lambda _: cold(folder))
     for name, load in loads.items():
         check(name, load, tensors, tensors_into)
-    again = interleaved(loads, repeats=repeats, prepare=lambda name: warm(folder / name))
+    again = interleaved(loads, repeats=repeats, prepare=lambda name: take_into_cache(folder / name))
     return [
         _of_the_disk("durable write", written),
         *_against("durable write", written, size, dcp_least=1),

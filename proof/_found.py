@@ -87,8 +87,7 @@ def row_of(standing: Standing, batches: Collection[Batch], unavailable: str | No
     troubles = [batch for batch in batches if batch.trouble is not None]
     broken = [batch for batch in troubles if not batch.is_subjects]
     violated = sum(batch.violated for batch in batches)
-    is_all = standing.has_ended or (not campaign.ends and standing.cases >= standing.wanted)
-    verdict, why = _verdict(standing, violated, is_all, unavailable, broken)
+    verdict, why = _verdict(standing, violated, unavailable, broken)
     return Row(
         campaign=campaign.name,
         subject=standing.subject,
@@ -98,7 +97,7 @@ def row_of(standing: Standing, batches: Collection[Batch], unavailable: str | No
         violated=violated,
         wanted=standing.cases if campaign.ends and standing.has_ended else standing.wanted,
         ends=campaign.ends,
-        is_all=is_all,
+        is_all=standing.is_all,
         facts=dict(facts),
         batches=standing.batches,
         broken=len(broken),
@@ -110,11 +109,7 @@ def row_of(standing: Standing, batches: Collection[Batch], unavailable: str | No
 
 
 def _verdict(
-    standing: Standing,
-    violated: int,
-    is_all: bool,
-    unavailable: str | None,
-    broken: Sequence[Batch],
+    standing: Standing, violated: int, unavailable: str | None, broken: Sequence[Batch]
 ) -> tuple[Verdict, str]:
     if violated:
         killed = standing.troubles - len(broken)
@@ -126,7 +121,7 @@ def _verdict(
         return "skipped", unavailable
     if not standing.batches:
         return "not run", "there was no time for it"
-    if is_all:
+    if standing.is_all:
         return "held", ""
     return "so far", "the time was over before its target was reached"
 

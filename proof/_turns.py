@@ -3,7 +3,7 @@ clock.
 
 First everybody gets one batch, holdfast in all campaigns before its peers, so that a short run
 tells something of everything. Then whoever has had least time, until it has reached its target: so
-as many as can reach theirs, and what they leave goes to the rest. Peers get a quarter of what
+as many as can reach theirs, and what they leave goes to the rest. Each peer gets a quarter of what
 holdfast gets: fewer cases tell enough of them.
 """
 
@@ -15,7 +15,6 @@ from _ledger import Batch
 
 PEERS_SHARE = 0.25
 MOST_TROUBLES = 3  # of one subject in one campaign, which is then left alone
-LEAST_MISSING = 0.05  # of a campaign that ends, until it says that it has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +46,14 @@ class Standing:
         return self.campaign.cases if self.subject == HOLDFAST else self.campaign.peer_cases
 
     @property
-    def missing(self) -> float:
-        """The share of its cases that is still to be done; 0 if it is done or given up."""
-        if self.has_ended or self.troubles >= MOST_TROUBLES:
-            return 0.0
-        left = 1 - self.cases / self.wanted if self.wanted else 0.0
-        return max(left, LEAST_MISSING if self.campaign.ends else 0.0)
+    def is_all(self) -> bool:
+        """Whether all of it is done. A campaign that ends says itself when."""
+        return self.has_ended or (not self.campaign.ends and self.cases >= self.wanted)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it gets no more turns: it is done, or given up."""
+        return self.is_all or self.troubles >= MOST_TROUBLES
 
     @property
     def batch_s(self) -> float:
@@ -91,6 +92,6 @@ def next_turn(
     able = [
         each
         for each in everybody
-        if each.missing > 0 and each.batch_s <= left_s and each.campaign.name not in busy
+        if not each.is_over and each.batch_s <= left_s and each.campaign.name not in busy
     ]
     return min(able, key=lambda each: each.turn, default=None)

@@ -73,7 +73,8 @@ class ReadRange:
 
     ``uncached`` asks for what is stored, not for what this machine remembers of it: who verifies
     wants to know of the disk. It is a wish: where a filesystem cannot read past its cache, or a
-    server has one of its own, that may be what is read. Other storages need not look at it.
+    server has one of its own, that may be what is read. Other storages need not look at it. Asked
+    of one range, all of the call are read so.
     """
 
     start: int

@@ -15,6 +15,8 @@ from convert_tools import with_torch
 from holdfast.catalog import Catalog
 from holdfast.cli._bench_disk import bare_read, bare_write
 from holdfast.cli._bench_rounds import Timed, Work, timed_rounds
+from holdfast.cli._bench_work import works_of
+from holdfast.cli._scratch import scratch
 
 OURS = {
     "bare write",
@@ -121,6 +123,19 @@ def test_a_bare_file_that_is_too_short_is_an_error(tmp_path):
     bare_write(tmp_path / "bare", 5 * 2**20)
     with pytest.raises(OSError, match="less than a block"):
         bare_read(tmp_path / "bare", 6 * 2**20)
+
+
+def test_a_warm_load_has_its_own_files_in_the_cache_and_no_others(tmp_path):
+    """By what is read before it: with another's files there, its own may have to go."""
+    nbytes = 8 * 2**20
+    with scratch(str(tmp_path), "bench") as own:
+        saving, _, warm = works_of(own, nbytes).large
+        for work in saving:
+            work.call()
+        for work in warm:
+            before = moved()["rchar"]
+            work.before()
+            assert nbytes <= moved()["rchar"] - before <= nbytes + 2**18, work.name
 
 
 def moved():

@@ -314,18 +314,27 @@ def test_memory_that_lies_right_is_read_to_without_a_copy(tmp_path, start, size,
 
 @pytest.fixture(scope="module")
 def shared_8_mib(tmp_path_factory):
-    return stored(tmp_path_factory.mktemp("shared"), System())
+    watched = Parted()
+    return watched, *stored(tmp_path_factory.mktemp("shared"), watched)
 
 
-@given(start=st.integers(0, 3 * MIB), size=st.integers(MIB, 5 * MIB), off=st.integers(0, 4096))
+@given(
+    start=st.integers(0, 3 * MIB),
+    size=st.integers(MIB, 5 * MIB),
+    off=st.sampled_from([0, 1, 4095, 4096]),
+)
 @settings(max_examples=30, deadline=None)
 def test_every_byte_arrives_however_memory_lies(shared_8_mib, start, size, off):
-    storage, data = shared_8_mib
+    watched, storage, data = shared_8_mib
     whole = lying_as(start + off, size + 2)
     whole[0] = whole[size + 1] = 77
+    watched.parts.clear()
     storage.read_into("a", [ReadRange(start=start + 1, into=whole[1 : size + 1])])
     assert whole[1 : size + 1] == data[start + 1 : start + 1 + size]
     assert whole[0] == whole[size + 1] == 77
+    begins = address_of(whole)
+    inside = [begins <= at < begins + size for parts in watched.parts for _, at in parts]
+    assert any(inside) == (off in {0, 4096})
 
 
 @pytest.mark.parametrize("problem", ["short", "refused"])

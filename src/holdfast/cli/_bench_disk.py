@@ -55,12 +55,13 @@ def drop_from_cache(folder: Path) -> None:
                 os.close(fd)
 
 
-def take_into_cache(folder: Path) -> None:
-    """Have what is in a folder read from the page cache the next time."""
+def take_into_cache(path: Path) -> None:
+    """Have a file, or what is in a folder, read from the page cache the next time: with many large
+    files the first may be gone from it when the last is there."""
     block = bytearray(_BLOCK)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
+    for each in (path, *path.rglob("*")):
+        if each.is_file():
+            with each.open("rb", buffering=0) as file:
                 while file.readinto(block):
                     pass
 

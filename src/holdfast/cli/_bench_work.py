@@ -50,10 +50,12 @@ class Subject:
 
 
 class _Saver(Protocol):
-    """One way to keep a state. ``saves`` and ``loads`` are what it is called."""
+    """One way to keep a state. ``saves`` and ``loads`` are what it is called, ``ending`` is what
+    follows a state's name in that of the file or folder it is kept in."""
 
     saves: str
     loads: str
+    ending: str
 
     def save(self, subject: Subject) -> None: ...
     def load(self, subject: Subject) -> None: ...
@@ -96,16 +98,15 @@ def works_of(own: Scratch, nbytes: int) -> Works:
         bare = f"{_BARE_READ}{is_cold}"
         return Work(name=name, call=call, nbytes=large.nbytes, before=cold, bare=bare)
 
-    warm = partial(take_into_cache, own.folder) if own.folder is not None else _nothing
-    warm_works = [
-        Work(
-            name=f"{saver.loads}, warm",
-            call=partial(saver.load, large),
-            nbytes=large.nbytes,
-            before=warm,
-        )
-        for saver in savers
-    ]
+    def warm_works(folder: Path) -> Iterator[Work]:
+        for saver in savers:
+            yield Work(
+                name=f"{saver.loads}, warm",
+                call=partial(saver.load, large),
+                nbytes=large.nbytes,
+                before=partial(take_into_cache, folder / f"{large.name}{saver.ending}"),
+            )
+
     large_works = [
         [
             Work(name=_BARE_WRITE, call=write, nbytes=large.nbytes),
@@ -116,7 +117,7 @@ def works_of(own: Scratch, nbytes: int) -> Works:
             *(reading(f"{saver.loads}{is_cold}", partial(saver.load, large)) for saver in savers),
             reading(f"verify{is_cold}", partial(_verified, catalog, large)),
         ],
-        *([warm_works] if own.folder is not None else []),
+        *([[*warm_works(own.folder)]] if own.folder is not None else []),
     ]
     small_works = [
         [_saving(saver, small, f"{saver.saves}, {SMALL}") for saver in savers],
@@ -161,6 +162,7 @@ class _OfTensors:
     catalog: Catalog
     saves: str = "save"
     loads: str = "load"
+    ending: str = ""
 
     def save(self, subject: Subject) -> None:
         holdfast.save(dict(subject.state), f"{self.url}/{subject.name}")
@@ -179,6 +181,7 @@ class _OfArrays:
     catalog: Catalog
     saves: str = "save"
     loads: str = "load"
+    ending: str = ""
 
     def save(self, subject: Subject) -> None:
         self.catalog.write(subject.name, dict(subject.state))
@@ -199,6 +202,7 @@ class _TorchSave:
     folder: Path
     saves: str = "torch.save, fsync"
     loads: str = "torch.load"
+    ending: str = ".pt"
 
     def save(self, subject: Subject) -> None:
         with self._path(subject).open("wb") as file:
@@ -215,7 +219,7 @@ class _TorchSave:
         self._path(subject).unlink(missing_ok=True)
 
     def _path(self, subject: Subject) -> Path:
-        return self.folder / f"{subject.name}.pt"
+        return self.folder / f"{subject.name}{self.ending}"
 
 
 def _verified(catalog: Catalog, subject: Subject) -> None:
