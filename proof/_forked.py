@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from _found import without_folders
 from _subjects import LATEST, ORBAX, Subject, Wrong
 
 SOON_S = 30.0
@@ -212,7 +213,7 @@ def look_here(subject: Subject, folder: Path, name: str = LATEST) -> Found:
 
 
 def _line(error: BaseException) -> str:
-    return repr(error).replace("\n", " ")[:200]
+    return without_folders(repr(error).replace("\n", " "))[:200]
 
 
 def warm(subject: Subject) -> None:

@@ -553,6 +553,20 @@ def test_a_save_interrupted_while_it_looks_for_its_lost_commit_removes_no_checkp
     assert Catalog(inner).verify("a").is_intact
 
 
+def test_a_commit_that_was_interrupted_may_still_take_effect_and_removes_nothing():
+    inner = MemoryStorage()
+
+    def interrupt(method, key):
+        if (method, key) == ("create", "a/metadata.json"):
+            raise KeyboardInterrupt
+
+    attempt, record = begun(Observed(inner, before=interrupt), "a", np.arange(3))
+    with pytest.raises(KeyboardInterrupt) as caught, attempt:
+        attempt.commit(record)
+    assert "is unknown" in caught.value.__notes__[0]
+    assert sorted(files_of(inner)) == sorted([attempt.intent.key, attempt.shard_key(0)])
+
+
 def test_a_commit_that_shows_but_may_not_be_durable_is_not_acknowledged():
     inner = MemoryStorage()
     faulty = FaultyStorage(inner, [Fault("create", 2, StorageError("fsync failed"), "after")])

@@ -40,6 +40,14 @@ def test_one_version_is_not_deleted_where_there_are_no_locks(tmp_path):
     assert [*storage.list()] == []
 
 
+def test_one_version_is_not_replaced_where_there_are_no_locks(tmp_path):
+    storage = LocalStorage(tmp_path, system=WithoutLocks())
+    info = storage.create("a", b"kept")
+    with pytest.raises(StorageError, match=r"no locks.*nothing was changed"):
+        storage.replace("a", b"new", info.version)
+    assert storage.read("a") == b"kept"
+
+
 def test_a_deleter_of_one_version_waits_for_a_replacer_in_another_process(tmp_path):
     naming, go_on = threading.Event(), threading.Event()
 
