@@ -157,6 +157,7 @@ CORRUPTED = {
         "'b': it starts at byte 1",
     ),
     "ours without a table": (ours(U8_W, b"abc"), "last entry is not the chunk table"),
+    "ours of nothing": (ours({}), "last entry is not the chunk table"),
     "table first": (ours(table(0, 1) | {"w": u8(16, 19)}, bytes(19)), "last entry is not"),
     "table without ours": (foreign(U8_W | table(3, 1), b"abc" + bytes(16)), "says nothing of"),
     "table too short": (ours(U8_W | table(3), b"abc"), "chunk table is not the 16 bytes"),

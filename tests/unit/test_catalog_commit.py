@@ -718,3 +718,11 @@ def test_under_errors_by_chance_what_was_acknowledged_is_there(seed):
     assert acknowledged > 20
     Catalog(old_intents(inner)).gc()
     assert all(key.endswith("/metadata.json") for key in leftovers(inner))
+
+
+def test_a_record_that_makes_no_sense_is_not_committed():
+    inner = MemoryStorage()
+    attempt, record = begun(inner, "a", np.arange(3))
+    with pytest.raises(SaveError, match="nothing was committed"), attempt:
+        attempt.commit(msgspec.structs.replace(record, metrics={"x" * 100_000: 1.0}))
+    assert files_of(inner) == {}

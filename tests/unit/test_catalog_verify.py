@@ -3,6 +3,7 @@ import mmap
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -412,3 +413,17 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch, most_bytes, expec
     assert type(caught.value) is expected
     monkeypatch.undo()
     assert Catalog(tmp_path).verify("a").is_intact
+
+
+def test_an_object_that_is_replaced_again_and_again_is_told_as_that():
+    class Restless(MemoryStorage):
+        stats = 0
+
+        def stat(self, key):
+            self.stats += 1
+            return replace(super().stat(key), version=str(self.stats))
+
+    storage = Restless()
+    put(storage, "a", b"1")
+    with pytest.raises(TransientStorageError, match="was replaced each of the 10 times"):
+        UncachedStorage(storage).read("a")

@@ -76,3 +76,10 @@ def test_buffers_are_used_again_and_no_two_at_once():
     assert address_of(one) != address_of(other)
     buffers.give(one)
     assert buffers.take() is one
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 3 * 1024 * 1024 + 1])
+def test_memory_for_direct_requests_begins_with_a_large_page(nbytes):
+    kept = [aligned_memory(nbytes) for _ in range(5)]
+    assert {address_of(memory) % (2 * 1024 * 1024) for memory in kept} == {0}
+    assert {len(memory) for memory in kept} == {nbytes}

@@ -323,3 +323,15 @@ def test_fsdp_over_tp_is_contiguous_when_even_and_several_boxes_when_not():
 def test_placements_that_cannot_be_are_refused(mesh_shape, placements):
     with pytest.raises(ValueError):
         mesh_grid((4,), mesh_shape, placements)
+
+
+def test_runs_are_of_numbers_that_are_not_negative():
+    for run in ((-1, 1, 2), (1, -2, 2), (0, 1, 0)):
+        with pytest.raises(ValueError, match="is no run"):
+            IndexRuns(runs=(run,))
+
+
+def test_a_dimension_is_cut_after_one_element_at_least():
+    with pytest.raises(ValueError, match="cannot be cut every 0 elements"):
+        Grid((4,), (0,))
+    assert Grid((0,), (0,)).shape == (0,)

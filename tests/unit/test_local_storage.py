@@ -525,3 +525,35 @@ def test_an_error_of_the_disk_says_what_was_done_and_to_what(tmp_path, failing, 
         act(storage)
     assert caught.value.path == (storage.url if path == "root" else path)
     assert [info.key for info in LocalStorage(tmp_path).list()] == ["there"]
+
+
+def test_no_root_is_none():
+    for root in ("", "a\0b"):
+        with pytest.raises(ValueError, match="root must be the path of a folder"):
+            LocalStorage(root)
+
+
+def test_what_could_not_be_done_is_said_with_the_key(tmp_path):
+    class Broken(System):
+        def link(self, old, new, folder):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(StorageError, match="could not create the object") as caught:
+        LocalStorage(tmp_path, system=Broken()).create("a", b"1")
+    assert caught.value.path == "a"
+
+
+def test_direct_writes_stay_direct(tmp_path):
+    class Counted(System):
+        given_up = 0
+
+        def make_buffered(self, fd):
+            self.given_up += 1
+            super().make_buffered(fd)
+
+    counted = Counted()
+    with LocalStorage(tmp_path, system=counted).open_writer("a") as writer:
+        writer.write_at(0, bytes(12 * MIB + 4096))
+        before = counted.given_up
+        writer.finish()
+    assert before == 0

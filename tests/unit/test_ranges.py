@@ -211,3 +211,9 @@ def test_ranges_past_the_leaf_touch_no_chunk():
         chunk_spans(10, 4, [(8, 3)])
     with pytest.raises(ValueError, match="chunk_bytes"):
         chunk_spans(10, 0, [])
+
+
+@pytest.mark.parametrize("span", [(-1, 1), (-1, 0), (0, -1), (10, 1), (0, 11)])
+def test_a_range_that_is_not_within_a_leaf_touches_no_chunks(span):
+    with pytest.raises(ValueError, match="is not within 10 bytes"):
+        chunk_spans(10, 4, [span])

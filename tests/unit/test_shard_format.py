@@ -395,3 +395,10 @@ def test_headers_are_parsed_only_whole():
         parse_shard_header(data[:4095], len(data), path="p")
     with pytest.raises(CorruptedError, match="not as many as it says"):
         parse_shard_header(data[:4097], len(data), path="p")
+
+
+def test_metadata_are_texts():
+    entry = ShardEntry(name="w", dtype="U8", shape=(1,))
+    for metadata in ({1: "a"}, {"a": 1}, {"": "a"}):
+        with pytest.raises((TypeError, ValueError), match="metadata"):
+            plan_shard([entry], metadata=metadata)

@@ -540,3 +540,30 @@ def test_many_keys_of_every_kind_come_back():
     keys = [*range(-500, 500), *map(str, range(500)), *(n / 7 for n in range(1, 500))]
     keys += [(n, str(n)) for n in range(500)] + [2**70 + n for n in range(500)]
     assert decode_value(encode_value(dict.fromkeys(keys))) == dict.fromkeys(keys)
+
+
+def test_what_is_beside_each_other_is_not_nested():
+    beside = [[[1]] for _ in range(3 * MAX_VALUE_DEPTH)]
+    assert_returns(beside)
+    with pytest.raises(SaveError, match="is nested more than 64 deep"):
+        encode_value([beside, nested(MAX_VALUE_DEPTH, lambda value: [value])])
+
+
+def test_what_is_stored_too_deep_is_refused():
+    encoded = encode_value(nested(MAX_VALUE_DEPTH, lambda value: [value]))
+    with pytest.raises(CorruptedError, match="it is nested more than 64 deep"):
+        decode_value([encoded])
+    with pytest.raises(CorruptedError, match="it is nested more than 64 deep"):
+        decode_value([[[1]] * 100, encoded])
+
+
+def test_what_to_do_instead_fits_what_cannot_be_stored():
+    class Pair(tuple):
+        __slots__ = ()
+
+    class OnlyDtype:
+        dtype = "float32"
+
+    for value in (Pair((1, 2)), OnlyDtype()):
+        with pytest.raises(SaveError, match="store its state_dict or plain values instead"):
+            encode_value(value)
