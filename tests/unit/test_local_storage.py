@@ -557,3 +557,74 @@ def test_direct_writes_stay_direct(tmp_path):
         before = counted.given_up
         writer.finish()
     assert before == 0
+
+
+@pytest.fixture
+def no_threads(monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_what_is_large_is_written_and_read_where_no_thread_is_to_be_had(tmp_path, no_threads):
+    storage, data = LocalStorage(tmp_path), os.urandom(13 * MIB + 1)
+    put(storage, "a", data)
+    assert storage.read("a") == data
+
+
+def test_what_this_system_cannot_tell_or_do_is_not_asked_of_it(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(bytes(4096))
+    with (tmp_path / "a").open("r+b") as file:
+        monkeypatch.setattr(_system, "_syscall", None)
+        assert not System().is_cached(file.fileno(), 0, 4096)
+        monkeypatch.setattr(_system, "_DIRECT", 0)
+        assert not System().make_direct(file.fileno())
+
+
+@pytest.mark.parametrize(("code", "refused"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_only_a_file_that_takes_no_direct_requests_is_read_otherwise(
+    tmp_path, monkeypatch, code, refused
+):
+    def failing(*_):
+        raise OSError(code, os.strerror(code))
+
+    (tmp_path / "a").write_bytes(b"1")
+    with (tmp_path / "a").open("r+b") as file, monkeypatch.context() as patched:
+        patched.setattr(fcntl, "fcntl", failing)
+        if refused:
+            assert not System().make_direct(file.fileno())
+        else:
+            with pytest.raises(OSError, match=os.strerror(code)):
+                System().make_direct(file.fileno())
+
+
+def test_a_file_that_cannot_be_made_is_not_tried_again_otherwise(tmp_path, monkeypatch):
+    opened = os.open
+
+    def failing(name, flags, *more, **how):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(name, flags, *more, **how)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(StorageError, match="input/output error"):
+        put(LocalStorage(tmp_path), "a", bytes(4 * MIB))
+    assert [*LocalStorage(tmp_path).list()] == []
+
+
+def test_where_pages_are_larger_than_blocks_bytes_come_by_way_of_a_buffer(tmp_path, monkeypatch):
+    watched = Watched()
+    storage, data = stored(tmp_path, watched)
+    monkeypatch.setattr(mmap, "PAGESIZE", 65536)
+    into = aligned_memory(4 * MIB)
+    storage.read_into("a", [ReadRange(start=0, into=into)])
+    assert bytes(into) == data[: 4 * MIB]
+
+
+def test_locks_are_those_of_open_files_where_there_are_no_others(tmp_path, monkeypatch):
+    monkeypatch.delattr(fcntl, "F_OFD_SETLKW")
+    storage = LocalStorage(tmp_path)
+    info = storage.create("a", b"1")
+    assert storage.replace("a", b"2", info.version).size_bytes == 1
+    assert storage.read("a") == b"2"
