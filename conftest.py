@@ -20,6 +20,10 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A store of torch's answers nobody while it waits for a DNS server, 5 seconds and then again, and
+# ranks that are given two to show a sign of life would be taken for lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Read by mypy, never run; and a program, which finds more modules than tests do.
 collect_ignore = ["tests/typing", "tests/crash/short_campaigns.py"]
 

@@ -176,19 +176,18 @@ def loops(
     return found
 
 
-def memory(rank: int, batch: Batch, early: int, late: int) -> tuple[int, int]:
-    """Resident bytes of this process after so many saves, and after so many more."""
+def memory(rank: int, batch: Batch, saves: int) -> list[int]:
+    """Resident bytes of this process after each of so many saves."""
     here = HERE[0]
     saver = here.saver("holdfast")
-    resident: dict[int, int] = {}
-    for number in range(1, late + 1):
+    resident = []
+    for _ in range(saves):
         saver.start()
         here.training.step(batch)
         saver.finish()
         saver.clean()
-        if number in {early, late}:
-            resident[number] = status("VmRSS")
-    return resident[early], resident[late]
+        resident.append(status("VmRSS"))
+    return resident
 
 
 def low_rank(

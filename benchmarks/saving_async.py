@@ -20,6 +20,7 @@ nothing; names of parts (stall, ranks, loop, low-rank, memory) leave out the oth
 
 import argparse
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -178,18 +179,23 @@ def low_rank_saves(folder: Path, plan: Plan) -> list[Measurement]:
 
 
 def memory_over_saves(folder: Path, plan: Plan) -> list[Measurement]:
+    """Of several saves in a row the median: how much of the pool and of the training's own memory
+    is in use differs from one moment to the next by more than what is looked for."""
     early, late = plan.saves
     with RankGang(1) as gang:
         on_ranks(gang, set_up, folder, plan.shape)
-        ((before, after),) = on_ranks(gang, memory, plan.short, early, late)
+        (resident,) = on_ranks(gang, memory, plan.short, late)
+    count = min(10, late - early)
+    before, after = resident[early - 1 :][:count], resident[-count:]
     return [
         at_most(
             f"memory after {late} saves, over that after {early}",
-            [(after - before) / MIB],
+            [(statistics.median(after) - statistics.median(before)) / MIB],
             "MiB",
             64,
         ),
-        told(f"memory after {early} saves", [before / MIB], "MiB"),
+        told(f"memory after {early} saves", [each / MIB for each in before], "MiB"),
+        told(f"memory after {late} saves", [each / MIB for each in after], "MiB"),
     ]
 
 

@@ -16,7 +16,7 @@ from _child import Child
 from _code import Code, code_of
 from _found import Results, Row, again, broken_row, machine, rows_of
 from _found_page import page
-from _ledger import Ledger, RunKey
+from _ledger import Ledger, LedgerInUseError, RunKey
 from _markdown import markdown
 from _running import CodeChangedError, Run, jobs_here, run
 from _screen import screen, told
@@ -87,6 +87,16 @@ def _all(places: Places, options: argparse.Namespace) -> int:
         return _refuse("--minutes must be at least 0 and --jobs at least 1")
     code = code_of(_paths.REPO)
     ledger = Ledger(places.ledger, RunKey(seed=options.seed, code=code.key))
+    try:
+        with ledger.held():
+            return _run_all(places, options, names, code, ledger)
+    except LedgerInUseError as error:
+        return _refuse(f"{error}; wait for it, or work in another clone")
+
+
+def _run_all(
+    places: Places, options: argparse.Namespace, names: list[str], code: Code, ledger: Ledger
+) -> int:
     if options.fresh:
         ledger.forget()
     rows, reasons, unusable = _rows(names)

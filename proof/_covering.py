@@ -31,8 +31,8 @@ TEST_S: Final = 30.0
 """A test that takes longer is told, and serves for the coverage it reached, not for mutants."""
 
 _STORAGE = (
-    "breaking deadlined file_sink folders limited local memory new_file ordered pages ranges "
-    "retrying root_lock streams system tree uncached wrapped"
+    "breaking deadlined disk_threads file_sink folders limited local memory new_file ordered "
+    "pages ranges retrying root_lock streams system tree uncached wrapped"
 )
 _COMMIT = "attempt collect committed delete intents listing names needed survey"
 CORE: Final[Mapping[str, tuple[Path, ...]]] = {
@@ -48,10 +48,10 @@ _BELOW: Final = ("catalog", "format", "reshard", "resilience", "storage", "testi
 
 _UNIT = (
     "boxes catalog_commit catalog_gc catalog_hostile catalog_limits catalog_verify "
-    "catalog_write_read codecs coverage dtypes entry_names fresh_memory grids hostile_records "
-    "hostile_shards lanes local_storage memory_storage model_index ordered_writer per_rank plans "
-    "prune ranges record retention shard_format storage_wrappers strict_json tables_beside values "
-    "values_torch whole_boxes"
+    "catalog_write_read codecs coverage disk_threads dtypes entry_names fresh_memory grids "
+    "hostile_records hostile_shards lanes local_storage memory_storage model_index "
+    "ordered_writer per_rank plans prune ranges record retention shard_format storage_wrappers "
+    "strict_json tables_beside values values_torch whole_boxes"
 )
 TESTS: Final[tuple[str, ...]] = (
     *(f"tests/unit/test_{name}.py" for name in _UNIT.split()),

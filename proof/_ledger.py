@@ -4,10 +4,12 @@ Knows what a batch came to and of which run it is; decides nothing. A run is a s
 the code: batches of another are left in the file and never counted together.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,12 +53,27 @@ class Batch:
     is_subjects: bool = False
 
 
+class LedgerInUseError(Exception):
+    """Another run writes this ledger: the batches of both would be counted as those of one."""
+
+
 class Ledger:
-    """A file of batches. One process writes it at a time."""
+    """A file of batches. One process writes it at a time, who has it ``held``."""
 
     def __init__(self, path: Path, key: RunKey) -> None:
         self._path = path
         self._key = key
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """For as long as a run lasts. ``LedgerInUseError`` while another has it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.with_suffix(".lock").open("wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LedgerInUseError(f"another run is at work on {self._path}") from None
+            yield
 
     def batches(self) -> list[Batch]:
         """Those of this run, in the order in which they ended. A last line that was broken off is

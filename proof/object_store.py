@@ -121,27 +121,15 @@ class Meter:
             yield f"{self.calls} calls were retried {self.retries} times, more than can be paid"
 
 
-class Calls(WrappedStorage):
-    """Where calls come in."""
+class Told(WrappedStorage):
+    """A storage whose calls are told to somebody."""
 
-    def __init__(self, storage: Storage, meter: Meter) -> None:
+    def __init__(self, storage: Storage, tell: Callable[[str], None]) -> None:
         super().__init__(storage)
-        self._meter = meter
+        self._tell = tell
 
     def _through(self, method: str, _key: str | None, call: Callable[[], Any], /) -> Any:
-        self._meter.begin(method)
-        return call()
-
-
-class Attempts(WrappedStorage):
-    """Where they reach the storage, again and again if need be."""
-
-    def __init__(self, storage: Storage, meter: Meter) -> None:
-        super().__init__(storage)
-        self._meter = meter
-
-    def _through(self, method: str, _key: str | None, call: Callable[[], Any], /) -> Any:
-        self._meter.attempt(method)
+        self._tell(method)
         return call()
 
 
@@ -342,9 +330,9 @@ def schedule(
         threads = []
         for number, act in enumerate(_ACTORS):
             own = random.Random(rng.random())
-            tried = Attempts(at(proxy.url, folder), meter)
+            tried = Told(at(proxy.url, folder), meter.attempt)
             policy = RetryPolicy(max_retries=_RETRIES, initial_delay_s=0.01, max_delay_s=0.1)
-            again = Calls(retrying(tried, policy, budget=budget, rng=own), meter)
+            again = Told(retrying(tried, policy, budget=budget, rng=own), meter.begin)
             catalog = Catalog(wrap(again))
             values = iter(range(seed * 1000 + number * 100, seed * 1000 + number * 100 + 100))
             threads.append(

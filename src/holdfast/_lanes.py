@@ -1,11 +1,15 @@
 """Runs pieces of work side by side on a few threads. Knows nothing of what they are."""
 
 import itertools
+import sys
 import threading
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Final, TypeVar
 
 T = TypeVar("T")
+
+_POLL_S: Final = 0.001
 
 
 def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
@@ -47,6 +51,7 @@ def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
         join_all(threads)
     except BaseException as interrupt:  # noqa: BLE001 -- raised below, as any error
         fail(interrupt)
+        join_all(threads)  # again: it may have come before that had begun to wait
     over.set()  # for a thread whose start was interrupted: it may begin only now
     if errors:
         try:
@@ -55,19 +60,43 @@ def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
             errors.clear()  # or the error and the frames that it knows would keep each other alive
 
 
-def join_all(threads: Iterable[threading.Thread]) -> None:
+def join_all(threads: Collection[threading.Thread]) -> None:
     """Wait until all of these have ended, whatever interrupts this thread: they use memory and
     descriptors that their caller will use for something else. The first interrupt is raised
-    then."""
-    first: BaseException | None = None
-    for thread in threads:
-        while thread.is_alive():
-            try:
+    then, or ``RuntimeError`` if this thread is one of them."""
+    this = threading.current_thread()
+
+    def join() -> None:
+        for thread in threads:
+            if thread is not this and thread.is_alive():
                 thread.join()
-            except BaseException as interrupt:  # noqa: BLE001 -- raised below
-                first = first or interrupt
+            # Before Python 3.13 a thread whose join was interrupted says that it has ended. While
+            # the interpreter exits none goes on, and none ends.
+            while thread is not this and thread.ident and not sys.is_finalizing():
+                if thread not in threading.enumerate():
+                    break
+                time.sleep(_POLL_S)
+
+    uninterrupted(join)
+    if this in threads:
+        raise RuntimeError("a thread cannot wait for itself")
+
+
+def uninterrupted(work: Callable[[], None]) -> None:
+    """Do what must be done, and may be done again: what interrupts it has it begun anew, and the
+    first of these is raised when it is done. ``work`` raises nothing itself."""
+    first: BaseException | None = None
+    while True:
+        try:
+            work()
+            break
+        except BaseException as interrupt:  # noqa: BLE001 -- raised below
+            first = interrupt if first is None else first
     if first is not None:
-        raise first
+        try:
+            raise first
+        finally:
+            del first  # or the interrupt and the frames that it knows keep each other alive
 
 
 def _start(threads: list[threading.Thread], lane: Callable[[], None], count: int) -> None:

@@ -13,7 +13,8 @@ from cli_tools import COMMAND, holdfast, refused
 
 from holdfast.catalog import Catalog
 from holdfast.cli._app import VERBS
-from holdfast.cli._place import ROOT_MARK, find_place
+from holdfast.cli._place import find_place
+from holdfast.storage._roots import ROOT_MARK
 
 
 def test_the_lock_file_tells_where_a_store_begins(tmp_path):

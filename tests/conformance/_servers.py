@@ -74,6 +74,7 @@ def proxy_to(upstream: str) -> Iterator[Proxy]:
     server.daemon_threads = True
     proxy = Proxy(url=f"http://127.0.0.1:{server.server_address[1]}")
     server.proxy, server.upstream = proxy, urlsplit(upstream).netloc
+    server.uploads = threading.Lock()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -124,8 +125,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._break()
 
     def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        if len(body) < int(self.headers.get("Content-Length") or 0):
+            raise ConnectionError("the client is gone")
         connection = http.client.HTTPConnection(self.server.upstream, timeout=60)
-        with contextlib.closing(connection):
+        # moto fails to remove an upload while it takes a part of it, and keeps it.
+        alone = self.server.uploads if "uploadId=" in self.path else contextlib.nullcontext()
+        with alone, contextlib.closing(connection):
             connection.request(self.command, self.path, body, dict(self.headers))
             answer = connection.getresponse()
             return answer.status, answer.getheaders(), answer.read()

@@ -122,29 +122,31 @@ class TestUploads:
         assert [request.method for request in proxy.requests] == ["PUT", "HEAD"]
 
     @pytest.mark.parametrize("leave", ["abort", "block", "error"])
-    def test_an_aborted_writer_leaves_no_upload(self, server, s3, leave):
-        with contextlib.suppress(LookupError), s3.open_writer("a") as writer:
+    def test_an_aborted_writer_leaves_no_upload(self, server, broken, leave):
+        with contextlib.suppress(LookupError), broken.open_writer("a") as writer:
             writer.write_at(0, bytes(40 * MIB))
-            assert unfinished_uploads(server, s3) != []
+            assert unfinished_uploads(server, broken) != []
             if leave == "abort":
                 writer.abort()
-                assert unfinished_uploads(server, s3) == []
+                assert unfinished_uploads(server, broken) == []
             if leave == "error":
                 raise LookupError
-        assert unfinished_uploads(server, s3) == []
-        assert list(s3.list()) == []
+        assert unfinished_uploads(server, broken) == []
+        assert list(broken.list()) == []
 
-    def test_a_forgotten_writer_leaves_no_upload(self, server, s3):
-        writer = s3.open_writer("a")
+    def test_a_forgotten_writer_leaves_no_upload(self, server, broken):
+        writer = broken.open_writer("a")
         writer.write_at(0, bytes(40 * MIB))
         del writer
         gc.collect()
-        assert unfinished_uploads(server, s3) == []
+        assert unfinished_uploads(server, broken) == []
 
-    def test_a_writer_that_is_open_when_the_interpreter_ends_leaves_no_upload(self, server, s3):
+    def test_a_writer_that_is_open_when_the_interpreter_ends_leaves_no_upload(
+        self, server, proxy, broken
+    ):
         script = f"""
             from holdfast.storage import open_storage
-            storage = open_storage({s3.url!r}, endpoint={server!r}, **{CREDENTIALS!r})
+            storage = open_storage({broken.url!r}, endpoint={proxy.url!r}, **{CREDENTIALS!r})
             writer = storage.open_writer("a")
             writer.write_at(0, bytes({40 * MIB}))
             print("written")
@@ -157,7 +159,7 @@ class TestUploads:
             check=False,
         )
         assert (run.returncode, run.stdout, run.stderr) == (0, "written\n", "")
-        assert unfinished_uploads(server, s3) == []
+        assert unfinished_uploads(server, broken) == []
 
     @pytest.mark.parametrize("action", ["answer", "reset", "lose"])
     @pytest.mark.parametrize(

@@ -308,7 +308,8 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(gang):
 def differing_sizes(rank, received):
     with coordinator() as ranks:
         bulk = Bulk(ranks)
-        bulk.open(1.0)
+        bulk.open(FOREVER_S)
+        bulk._links.timeout_s = 1.0  # of a piece alone: a busy machine may take longer to connect
         memory = torch.zeros(received, dtype=torch.uint8)
         with ranks.operation("save") as operation:
 

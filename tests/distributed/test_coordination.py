@@ -1,5 +1,6 @@
 """What ranks do together when all is well, and what is refused before anything is sent."""
 
+import itertools
 import json
 import os
 import threading
@@ -90,15 +91,12 @@ def beside_training(rank):
         threads = [threading.Thread(target=in_background, args=(name,)) for name in names]
         for thread in threads:
             thread.start()
-        steps = 0
-        total = torch.zeros(1)
-        while any(thread.is_alive() for thread in threads) or steps < 50:
+        for step in itertools.count():  # until all ranks say so: one that left would be missed
             total = torch.ones(1)
             dist.all_reduce(total)
             busy = torch.tensor(float(any(thread.is_alive() for thread in threads)))
             dist.all_reduce(busy)
-            steps += 1
-            if not busy and steps >= 50:
+            if not busy and step >= 50:
                 break
         for thread in threads:
             thread.join()

@@ -66,23 +66,55 @@ def test_a_checkpoint_that_refers_to_anothers_files_reads_and_verifies(storage):
     assert (damage.file, damage.tensor) == (key, "w")
 
 
-@pytest.mark.parametrize("operation", ["delete", "overwrite", "rollback", "delete and gc"])
+OPERATIONS = ["delete", "overwrite", "rollback", "gc"]
+
+
+def remove(storage, prefix, operation):
+    """By one of ``OPERATIONS``, and what nothing needs by gc."""
+    catalog = Catalog(storage)
+    if operation == "overwrite":
+        catalog.write(prefix, {"n": 1}, overwrite=True)
+    elif operation == "rollback":
+        catalog.rollback(prefix)
+    elif operation == "gc":
+        storage.delete(f"{prefix}/metadata.json")
+    else:
+        catalog.delete(prefix)
+    aged(storage, intent=10_000, clock=10_000).gc()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_files_that_another_checkpoint_names_outlive_their_own(storage, operation):
     key = referring(storage)
     catalog = Catalog(storage)
-    if operation == "overwrite":
-        catalog.write("base", {"n": 1}, overwrite=True)
-    elif operation == "rollback":
-        catalog.rollback("base")
-    else:
-        catalog.delete("base")
-    aged(storage, intent=10_000, clock=10_000).gc()
+    remove(storage, "base", operation)
     assert storage.stat(key).size_bytes > 0
     assert catalog.read("ref")["w"].tolist() == [0, 1, 2, 3, 4, 5]
     catalog.delete("ref")
     with pytest.raises(ObjectNotFoundError):
         storage.stat(key)
     assert leftovers(storage) == []
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_a_store_needs_stays_if_the_folder_above_is_taken_for_a_store(tmp_path, operation):
+    key = referring(LocalStorage(tmp_path / "runs/a"))
+    remove(LocalStorage(tmp_path), "runs/a/base", operation)
+    catalog = Catalog(tmp_path / "runs/a")
+    assert catalog.read("ref")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    catalog.delete("ref")
+    assert not (tmp_path / "runs/a" / key).exists()
+
+
+def test_what_a_save_may_refer_to_stays_if_the_folder_above_is_taken_for_a_store(tmp_path):
+    above, inside = LocalStorage(tmp_path), LocalStorage(tmp_path / "run")
+    write_parts(inside, "base", {"w": whole(np.arange(6.0))}, attempt="00000000000000bb")
+    attempt = Attempt.begin(inside, "new", refers=["base"])
+    Catalog(above).delete("run/base")
+    assert [*inside.list("base/shard-")] != []
+    attempt.abort()
+    Catalog(above).gc()
+    assert [*inside.list("base/shard-")] == []
 
 
 def test_the_last_checkpoint_that_names_a_file_takes_it_along_and_no_other(storage):

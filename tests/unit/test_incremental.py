@@ -310,6 +310,19 @@ def test_a_shortcut_refers_to_the_newest(tmp_path):
     assert torch.equal(holdfast.load(tmp_path / "two")["a"], state["a"])
 
 
+def test_nothing_in_a_folder_that_is_a_store_of_its_own_is_referred_to(tmp_path, caplog):
+    """Who cleans up there does not see the references of the store above."""
+    state = {"a": numbers(64 * KIB)}
+    holdfast.save(state, tmp_path / "run" / "one")
+    holdfast.save(state, tmp_path / "two", incremental=True)  # the newest is the run's
+    assert "run/one is in a folder that is a store of its own" in caplog.text
+    Catalog(tmp_path / "run").delete("one")
+    holdfast.save(state, tmp_path / "three", incremental=True)
+    assert shard_bytes(LocalStorage(tmp_path), "three") == 0
+    for prefix in ("two", "three"):
+        assert torch.equal(holdfast.load(tmp_path / prefix)["a"], state["a"])
+
+
 def test_a_checkpoint_may_replace_the_one_that_it_refers_to(storage, ckpt):
     state = {"a": numbers(64 * KIB), "b": numbers(64 * KIB, 1), "c": numbers(64 * KIB, 2)}
     save(ckpt, "latest", state)

@@ -2,12 +2,14 @@
 error."""
 
 import contextlib
+import signal
 import threading
 import time
 
 import pytest
+from interrupt_tools import wait_until_it_joins
 
-from holdfast._lanes import run_all
+from holdfast._lanes import join_all, run_all, uninterrupted
 from holdfast.contracts import ReadRange
 from holdfast.storage import LocalStorage
 from holdfast.storage._streams import BUFFER_BYTES
@@ -47,6 +49,23 @@ def test_after_an_error_nothing_is_begun_and_the_first_is_raised():
     with pytest.raises(ZeroDivisionError, match="0"):
         run_all(range(100), run, lanes=1)
     assert begun == [0]
+
+
+def test_an_interrupt_within_a_join_does_not_end_the_waiting():
+    """Before Python 3.13 a thread says after it that it has ended, and runs on."""
+    ended, both, main = [], threading.Barrier(2), threading.main_thread().ident
+
+    def run(item):
+        both.wait(30)
+        if threading.current_thread() is not threading.main_thread():
+            wait_until_it_joins(main)
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.5)
+            ended.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(range(2), run, lanes=2)
+    assert len(ended) == 1
 
 
 @pytest.fixture
@@ -105,6 +124,27 @@ def test_an_interrupt_while_the_others_start_leaves_nothing_to_them(monkeypatch)
         thread.start()
         thread.join()
     assert begun == []
+
+
+def test_a_thread_that_would_wait_for_itself_is_told_when_the_others_have_ended():
+    other = threading.Thread(target=time.sleep, args=(0.2,))
+    other.start()
+    with pytest.raises(RuntimeError, match="a thread cannot wait for itself"):
+        join_all([threading.current_thread(), other])
+    assert not other.is_alive()
+
+
+def test_what_must_be_done_is_begun_anew_and_the_first_interrupt_is_raised_then():
+    tries = []
+
+    def work():
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise KeyboardInterrupt(tries[-1])
+
+    with pytest.raises(KeyboardInterrupt, match="0"):
+        uninterrupted(work)
+    assert tries == [0, 1, 2]
 
 
 class Slow(System):

@@ -6,20 +6,24 @@ import fcntl
 import mmap
 import os
 import re
+import resource
 import shutil
+import signal
 import sys
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupt_tools import wait_until_it_joins
 
 from holdfast.contracts import ReadRange
 from holdfast.errors import NoSpaceError, ObjectChangedError, StorageError, TransientStorageError
 from holdfast.storage import LocalStorage, _system
 from holdfast.storage._folders import Folders
 from holdfast.storage._new_file import NewFile
-from holdfast.storage._pages import address_of, aligned_memory
+from holdfast.storage._pages import Buffers, address_of, aligned_memory
 from holdfast.storage._system import System
 
 
@@ -472,7 +476,7 @@ def test_a_slow_disk_holds_the_writer_up_before_memory_fills(tmp_path):
 
     def write():
         with LocalStorage(tmp_path, system=Slow()).open_writer("a") as writer:
-            for n in range(8):
+            for n in range(12):
                 writer.write_at(n * len(piece), piece)
                 taken.append(n)
             writer.finish()
@@ -483,8 +487,74 @@ def test_a_slow_disk_holds_the_writer_up_before_memory_fills(tmp_path):
     held = len(taken)
     go_on.set()
     writing.join()
-    assert held <= 4
-    assert LocalStorage(tmp_path).read("a") == piece * 8
+    assert held <= 6
+    assert LocalStorage(tmp_path).read("a") == piece * 12
+
+
+class Scarce(Buffers):
+    """There is memory for so many, and then for none."""
+
+    def __init__(self, nbytes, count):
+        super().__init__(nbytes)
+        for _ in range(count):
+            self.give(aligned_memory(nbytes))
+
+    def take(self):
+        if not self._free:
+            raise MemoryError("there is no more")
+        return super().take()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_where_memory_is_short_an_object_is_written_through_what_there_is(tmp_path, count):
+    storage = LocalStorage(tmp_path)
+    storage._buffers = Scarce(storage._buffers.nbytes, count)
+    data = os.urandom(50_000_000)
+    put(storage, "a", data)
+    assert LocalStorage(tmp_path).read("a") == data
+    assert len(storage._buffers._free) == count
+
+
+def test_where_there_is_no_memory_at_all_a_writer_says_so(tmp_path):
+    storage = LocalStorage(tmp_path)
+    storage._buffers = Scarce(storage._buffers.nbytes, 0)
+    with pytest.raises(TransientStorageError, match="write the object: there is no more"):
+        put(storage, "a", b"12")
+    assert [*storage.list()] == []
+
+
+def test_an_object_that_there_is_no_memory_for_is_an_error_that_may_pass(tmp_path):
+    (tmp_path / "a").touch()
+    os.truncate(tmp_path / "a", 2**43)  # of which the disk holds nothing
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**42, most))  # some systems promise any amount
+    try:
+        with pytest.raises(TransientStorageError, match="read the object: there is no memory left"):
+            LocalStorage(tmp_path).read("a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+
+
+def test_an_interrupt_while_a_writer_is_given_up_leaves_no_write_under_way(tmp_path):
+    """It would go to whatever has the number of the descriptor by then."""
+    main, begun, ended = threading.main_thread().ident, threading.Event(), []
+
+    class Slow(System):
+        def write(self, fd, data, offset):
+            before = os.fstat(fd)
+            begun.set()
+            wait_until_it_joins(main)
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.5)
+            ended.append(os.fstat(fd) == before)
+            return super().write(fd, data, offset)
+
+    writer = LocalStorage(tmp_path, system=Slow()).open_writer("a")
+    writer.write_at(0, bytes(5_000_000))
+    assert begun.wait(30)
+    with pytest.raises(KeyboardInterrupt):
+        writer.abort()
+    assert ended == [True]
 
 
 def put(storage, key, data):

@@ -1,13 +1,17 @@
 """A module's state has names that wrappers leave alone, and comes back in place or not at all."""
 
 import copy
+import threading
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
+from holdfast.distributed import _swapping
 from holdfast.distributed._modules import ModuleFill, module_state, parameter_names
 from holdfast.distributed._swapping import Fill, Swap, replacing, strided_as, swap, undo_all
 from holdfast.errors import LoadError, SaveError
@@ -414,6 +418,8 @@ SHAPES = [
     lambda make: make(3, 1, 1000, 70).permute(0, 1, 3, 2),
     lambda make: make(120_000, 2),
     lambda make: make(2, 120_000),
+    lambda make: make(1_048_577),  # two threads, and a last chunk that is short
+    lambda make: make(2_000, 1_100).t(),
 ]
 
 
@@ -479,16 +485,137 @@ def test_an_exchange_that_fails_midway_is_undone(which, left):
     assert torch.equal(live, old)
 
 
+@pytest.mark.parametrize("elements", [100_000, 1_048_577])
+@pytest.mark.parametrize("at", range(8))
+def test_an_exchange_of_plain_memory_that_is_interrupted_anywhere_is_undone(
+    monkeypatch, elements, at
+):
+    """Counts what is copied, by either thread, and interrupts instead of one of them or after."""
+    live, staged = torch.randn(elements), torch.randn(elements)
+    old, new = live.clone(), staged.clone()
+    change = Swap(live, staged)
+    bytes_of, lock, left = _swapping._bytes_of, threading.Lock(), [at // 2]
+
+    class Interrupting(np.ndarray):
+        def __setitem__(self, key, value):
+            with lock:
+                left[0] -= 1
+                due = left[0] == -1
+            if due and at % 2:
+                raise KeyboardInterrupt
+            super().__setitem__(key, value)
+            if due:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(_swapping, "_bytes_of", lambda memory: bytes_of(memory).view(Interrupting))
+    try:
+        change.apply()
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert elements == 100_000  # which is copied at once
+        assert torch.equal(live, new)
+    left[0] = 1_000_000
+    change.undo()
+    assert torch.equal(live, old)
+    change.undo()
+    assert torch.equal(live, old)
+
+
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_autograd_sees_an_exchange_of_what_it_needs(is_undone):
+    weight = torch.randn(200_000, requires_grad=True)
+    change = Swap(weight, torch.zeros(200_000))
+    if is_undone:
+        change.apply()
+    loss = (weight * weight).sum()
+    change.undo() if is_undone else change.apply()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_tensor_that_was_loaded_can_be_resized():
+    live = torch.zeros(200_000)
+    swap(live, torch.ones(200_000))
+    live.resize_(400_000)
+    assert bool((live[:200_000] == 1).all())
+
+
+def resized_by_a_hook(live):
+    """Its memory is elsewhere afterwards, and what was its own is somebody else's."""
+    before = live.data_ptr()
+    live.resize_(4_000_000)
+    return torch.full((200_000,), 7.0), live.data_ptr() != before
+
+
+def test_a_tensor_that_has_other_memory_by_now_is_put_back_there():
+    live = torch.zeros(200_000)
+    change = Swap(live, torch.ones(200_000))
+    change.apply()
+    others, is_elsewhere = resized_by_a_hook(live)
+    assert is_elsewhere
+    change.undo()
+    assert bool((live[:200_000] == 0).all())
+    assert bool((others == 7).all())
+
+
+def test_a_tensor_whose_memory_was_given_back_is_not_written_to():
+    live = torch.zeros(200_000)
+    change = Swap(live, torch.ones(200_000))
+    change.apply()
+    live.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="was given back"):
+        change.undo()
+
+
+def test_undoing_what_is_undone_or_was_never_changed_does_nothing():
+    live = torch.zeros(200_000)
+    change = Swap(live, torch.ones(200_000))
+    change.apply()
+    change.undo()
+    version = live._version
+    live.untyped_storage().resize_(0)
+    change.undo()
+    refused = Swap(live, torch.ones(200_000))
+    with pytest.raises(RuntimeError, match="was given back"):
+        refused.apply()
+    refused.undo()
+    assert live._version == version + 1  # of the exchange that began
+
+
+@pytest.mark.parametrize("elements", [100, 200_000])
+def test_a_tensor_made_for_inference_is_filled_whatever_its_size(elements):
+    with torch.inference_mode():
+        live = torch.zeros(elements)
+    swap(live, torch.ones(elements))
+    assert bool((live == 1).all())
+
+
+def test_values_that_are_not_their_bytes_are_exchanged_by_torch():
+    live = torch.randn(100_000, dtype=torch.complex64).conj()
+    staged = torch.randn(100_000, dtype=torch.complex64)
+    old, new = live.clone(), staged.clone()
+    swap(live, staged)
+    assert torch.equal(live, new)
+    assert torch.equal(staged, old)
+
+
 def test_an_exchange_takes_little_memory():
-    live, staged = torch.zeros(64 * 1024 * 1024, dtype=torch.uint8), torch.ones(64 * 1024 * 1024)
+    live, staged = torch.zeros(8192, 8192, dtype=torch.uint8), torch.ones(8192, 8192)
     staged = staged.to(torch.uint8)
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        swap(live, staged)
-    made = sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
+    tracemalloc.start()
+    swap(live, staged)
+    _, made = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert 0 < made <= 8 * 1024 * 1024
     assert bool((live == 1).all())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        swap(live.t(), staged)
+    made = sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
+    assert 0 < made <= 8 * 1024 * 1024
+    assert bool((live == 0).all())
 
 
 def test_other_dtypes_are_cast_and_put_back():

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from proof_tools import Harness
 
+from _ledger import Ledger, RunKey
+
 GOOD = """
 def run(subject, seed):
     with (HERE / "ran").open("a") as ran:
@@ -206,3 +208,15 @@ def test_some_campaigns_alone_do_not_replace_the_results_of_all(harness):
     harness.add("products", GOOD, "cases=10")
     assert harness.run("sums", "--minutes", 5)[0] == 0
     assert not (harness.place / "results").exists()
+
+
+def test_two_runs_do_not_share_a_ledger(harness):
+    """Their batches would be counted as those of one."""
+    harness.add("sums", GOOD, "cases=30")
+    with Ledger(harness.ledger, RunKey(seed=0, code="any")).held():
+        code, said, progress = harness.run("--json", "--minutes", 5)
+        assert (code, said) == (2, "")
+        assert "another run is at work on" in progress
+        assert "wait for it, or work in another clone" in progress
+    code, _, progress = harness.run("--json", "--minutes", 5)
+    assert code == 0, progress

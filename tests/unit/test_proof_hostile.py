@@ -126,8 +126,8 @@ def test_a_retry_that_no_budget_paid_is_seen():
     def metered(budget_of):
         meter = store.Meter()
         policy = RetryPolicy(max_retries=5, initial_delay_s=0.001, max_delay_s=0.001)
-        tried = store.Attempts(Flaky(MemoryStorage()), meter)
-        storage = store.Calls(retrying(tried, policy, budget=budget_of(meter)), meter)
+        tried = store.Told(Flaky(MemoryStorage()), meter.attempt)
+        storage = store.Told(retrying(tried, policy, budget=budget_of(meter)), meter.begin)
         for key in "abc":
             storage.stat(storage.create(key, b"1").key)
         assert [info.key for info in storage.list()] == [*"abc"]

@@ -122,14 +122,16 @@ def test_the_last_error_itself_is_raised_with_a_note(run):
 
 
 @both
-def test_an_error_that_will_not_pass_ends_it_at_once_without_a_note(run):
+def test_an_error_that_will_not_pass_ends_it_at_once_and_names_the_one_before(run):
     wrong = ValueError("wrong")
-    operation = Flaky(ConnectionError(), wrong)
+    operation = Flaky(ConnectionError("gone"), wrong)
     with pytest.raises(ValueError, match="wrong") as caught:
         run(handler(), operation)
     assert caught.value is wrong
     assert operation.calls == 2
-    assert not hasattr(wrong, "__notes__")
+    assert wrong.__notes__ == [
+        "This was attempt 2. The one before had failed: ConnectionError: gone"
+    ]
 
 
 @both

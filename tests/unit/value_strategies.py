@@ -59,6 +59,12 @@ def keys(more=None):
     )
 
 
+def is_comparable(number):
+    """Scalars of NumPy and ml_dtypes raise where they meet a large integer of their hash, as in a
+    set, and that of 2**64, say, is 8."""
+    return abs(number) < 2**63 or abs(hash(number)) > 2**16
+
+
 def scalars():
     texts = st.text(max_size=8) | st.text(st.characters(exclude_categories=()), max_size=4)
     file_names = texts.map(lambda text: text.replace("\0", ""))
@@ -68,9 +74,9 @@ def scalars():
     return st.one_of(
         st.none(),
         st.booleans(),
-        st.integers(),
-        st.integers(-(2**66), 2**66),
-        st.integers(2, 20_000).map(lambda bits: -(1 << bits)),
+        st.integers().filter(is_comparable),
+        st.integers(-(2**66), 2**66).filter(is_comparable),
+        st.integers(2, 20_000).map(lambda bits: -(1 << bits) - 0x123456789ABCDEF),
         st.floats(),
         st.sampled_from([0.0, -0.0, 1.0, 0, 1, "$", ""]),
         st.complex_numbers(),

@@ -3,9 +3,12 @@
 Whoever wants to refer to another checkpoint's files says so in an intent first, and then looks
 whether that checkpoint is still committed. Whoever deletes takes the commit record away first,
 and then looks for intents. So one of the two always sees the other.
+
+A folder of a store may be a store of its own. What a record names is a name in the store that it
+was saved in, and that may begin in any folder above the checkpoint.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.catalog._committed import find_record
@@ -38,13 +41,19 @@ def needed_in(folders: Iterable[Folder], *, given_up: Collection[str] = ()) -> N
     refers to, until it is fenced off: the attempts ``given_up`` are."""
     folders = list(folders)
     return Needed(
-        keys=frozenset(key for folder in folders for key in folder.named()),
+        keys=frozenset(
+            meant
+            for folder in folders
+            for key in folder.named()
+            for meant in _meanings(key, folder.prefix)
+        ),
         prefixes=frozenset(
-            prefix
+            meant
             for folder in folders
             for attempt, intent in folder.intents.items()
             if attempt not in given_up
             for prefix in intent.refers
+            for meant in _meanings(prefix, folder.prefix)
         ),
         unreadable=tuple(
             folder.prefix
@@ -52,6 +61,16 @@ def needed_in(folders: Iterable[Folder], *, given_up: Collection[str] = ()) -> N
             if folder.problem is not None or not folder.unknown.issubset(given_up)
         ),
     )
+
+
+def _meanings(name: str, prefix: str) -> Iterator[str]:
+    """What a name may mean that is in the record or the intent of ``prefix``: one for each folder
+    in which the store of that may begin. Files have names like no other's, so that at most one of
+    these is there."""
+    yield name
+    for at, letter in enumerate(prefix):
+        if letter == "/":
+            yield f"{prefix[:at]}/{name}"
 
 
 def unnamed(

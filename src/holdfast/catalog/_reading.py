@@ -43,7 +43,7 @@ from holdfast.format._entry_names import entry_name
 from holdfast.reshard import Box, Part, copy_to_part
 
 LANES: Final = 4
-"""Requests in flight: some wait for the disk while others are verified. Each may hold a batch."""
+"""Batches at a time: some wait for the disk while others are verified. Each may take memory."""
 
 _FIRST_PARTS: Final = 1000
 _MOST_PARTS: Final = 64_000

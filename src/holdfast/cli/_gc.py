@@ -11,12 +11,14 @@ import typer
 
 from holdfast.catalog import Catalog
 from holdfast.catalog._names import is_own_name
+from holdfast.catalog._needed import needed_in
 from holdfast.catalog._survey import survey
 from holdfast.cli._arguments import AsJson, StoreArgument
 from holdfast.cli._exits import Exit
-from holdfast.cli._place import ROOT_MARK, find_store, nothing_in, path_of
+from holdfast.cli._place import find_store, nothing_in, path_of
 from holdfast.cli._text import clean, counted, put, put_json, size
 from holdfast.contracts import COMMIT_RECORD
+from holdfast.storage._roots import ROOT_MARK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +79,11 @@ def _is_store(text: str, catalog: Catalog) -> bool:
 
 def _loose(catalog: Catalog) -> list[_Loose]:
     """What is in the store and no commit record names. Living saves have such files, too."""
-    named = {key for folder in survey(catalog.storage, 0.0).values() for key in folder.named()}
+    needed = needed_in(survey(catalog.storage, 0.0).values())
     return [
         _Loose(key=info.key, size_bytes=info.size_bytes)
         for info in catalog.storage.list()
-        if info.key not in named and is_own_name(_last(info.key))
+        if info.key not in needed.keys and is_own_name(_last(info.key))
     ]
 
 

@@ -25,9 +25,7 @@ from holdfast.contracts import COMMIT_RECORD, Storage
 from holdfast.errors import CorruptedError, IncompatibleVersionError, ObjectNotFoundError
 from holdfast.resilience import RetryPolicy
 from holdfast.storage import open_storage
-
-ROOT_MARK: Final = ".holdfast.lock"
-"""What a disk's root has, once anything was written to it; see docs/storage.md."""
+from holdfast.storage._roots import ROOT_MARK, roots_above
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _OF_A_CHECKPOINT: Final = (".safetensors", ".chunks")
@@ -141,7 +139,7 @@ def _on_disk(text: str, path: Path) -> Place:
         raise NothingThereError("there is no such file or folder", path=text)
     if (path / ROOT_MARK).exists() or path == path.parent:
         return Place(catalog=catalog_at(str(path)))
-    marked = [parent for parent in path.parents if (parent / ROOT_MARK).exists()]
+    marked = [*roots_above(path)]
     said = said_store(text)
     # Slashes are doubled by accident, too, and a lock file is not: it counts if it is the only one.
     roots = marked if said is None or len(marked) == 1 else [said, *marked]

@@ -29,6 +29,7 @@ from holdfast.distributed._watch import Watch
 from holdfast.errors import CheckpointError
 from holdfast.format import DIGEST_BYTES, StoredFile, StoredTensor, digest
 from holdfast.reshard import Box
+from holdfast.storage._roots import is_in_another
 
 _log = logging.getLogger("holdfast.distributed")
 
@@ -144,10 +145,11 @@ def find_matches(
     A file of the base that is missing or damaged is not referred to, and a warning says so.
     """
     reader = TensorReader(storage, base.prefix, base.record)
+    others = _of_other_stores(storage, base)
     likely: list[tuple[LeafPart, tuple[int, ...]]] = []
     for part in parts:
         files = _files_of(base, part, prefix)
-        if files is None:
+        if files is None or not others.isdisjoint(files):
             tick(part.nbytes)
         else:
             likely.append((part, files))
@@ -220,6 +222,20 @@ def _is_usable(base: Found, number: int, prefix: str) -> bool:
     have an index for others to read, and this record is about no model."""
     file = base.record.files[number]
     return not (is_model_name(file.name) and (file.prefix or base.prefix) == prefix)
+
+
+def _of_other_stores(storage: Storage, base: Found) -> frozenset[int]:
+    """The files that are in a folder which is a store of its own as well. Who cleans up there does
+    not see who refers to them here."""
+    prefixes = [file.prefix or base.prefix for file in base.record.files]
+    theirs = {prefix for prefix in {*prefixes} if is_in_another(storage, prefix)}
+    for prefix in sorted(theirs):
+        _log.warning(
+            "written anew rather than referred to: %s is in a folder that is a store of its own, "
+            "where it may be deleted",
+            prefix,
+        )
+    return frozenset(number for number, prefix in enumerate(prefixes) if prefix in theirs)
 
 
 def _unusable(reader: TensorReader, numbers: Collection[int]) -> frozenset[int]:

@@ -65,7 +65,8 @@ class FaultToleranceHandler:
         """The operation's result, tried again after failures as the policy says.
 
         When there is no further attempt, the last error is raised itself, with a note on how
-        often it was tried and why that was the end. Each retry is a warning in the log.
+        often it was tried and why that was the end, or on what had failed before it. Each retry
+        is a warning in the log.
         """
         require_callable(operation)
         started_s = self._clock.now()

@@ -28,6 +28,7 @@ class Course:
     """
 
     __slots__ = (
+        "_before",
         "_budget",
         "_clock",
         "_failure",
@@ -52,6 +53,7 @@ class Course:
     ) -> None:
         self._operation = operation
         self._failure: BaseException | None = failure
+        self._before = ""
         self._replayed = False
         self._reason = ""
         self._started_s = started_s
@@ -114,9 +116,10 @@ class Course:
 
     def _is_over(self, state: RetryCallState) -> bool:
         # Classified here and not in tenacity's retry=, which its TryAgain walks past.
-        self._failure = cast("Future", state.outcome).exception()
+        before, self._failure = self._failure, cast("Future", state.outcome).exception()
         policy = self._policy
         if not is_worth_retrying(policy, cast("BaseException", self._failure)):
+            self._before = in_words(cast("BaseException", before))
             self._reason = ""
         elif state.attempt_number > policy.max_retries:
             self._reason = f"max_retries is {policy.max_retries}"
@@ -155,11 +158,15 @@ class Course:
 
     def _raise_failure(self, attempts: int) -> NoReturn:
         failure = cast("BaseException", self._failure)
-        if self._reason:
-            with contextlib.suppress(AttributeError):  # a frozen dataclass takes no notes
+        with contextlib.suppress(AttributeError):  # a frozen dataclass takes no notes
+            if self._reason:
                 failure.add_note(
                     f"holdfast gave up after {attempts} attempt{'s' if attempts > 1 else ''} "
                     f"in {self._elapsed_s():.3g} s: {self._reason}"
+                )
+            else:
+                failure.add_note(
+                    f"This was attempt {attempts}. The one before had failed: {self._before}"
                 )
         try:
             raise failure

@@ -18,13 +18,14 @@ from pathlib import Path
 from holdfast import _checks
 from holdfast.contracts import Data, ObjectInfo, ReadRange
 from holdfast.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StorageError
+from holdfast.storage._disk_threads import DiskThreads
 from holdfast.storage._file_sink import FileSink
 from holdfast.storage._folders import Folders, sync, translated
 from holdfast.storage._new_file import RESERVED, NewFile
 from holdfast.storage._ordered import OrderedWriter, announced
 from holdfast.storage._ranges import check_ranges, small
 from holdfast.storage._root_lock import RootLock
-from holdfast.storage._streams import WriteStream, file_buffers, read_ranges, write_all
+from holdfast.storage._streams import IN_FLIGHT, WriteStream, file_buffers, read_ranges, write_all
 from holdfast.storage._system import System
 from holdfast.storage._tree import listed, object_info, swept
 
@@ -52,6 +53,7 @@ class LocalStorage:
         self._folders = Folders(self._root, self._system)
         self._lock = RootLock(self._system, self._folders, self.url)
         self._buffers = file_buffers()
+        self._disk = DiskThreads(IN_FLIGHT)
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.url!r})"
@@ -92,7 +94,7 @@ class LocalStorage:
             return object_info(key, file.publish(name, lambda: self._unchanged(key, expected)))
 
     def read(self, key: str) -> bytes:
-        with self._opened(key) as (fd, info):
+        with self._opened(key) as (fd, info), translated("read the object", key):
             data = bytearray(info.size_bytes)
             self._fill(key, fd, [ReadRange(start=0, into=memoryview(data))])
             return bytes(data)
@@ -185,6 +187,7 @@ class LocalStorage:
                     past_cache=size >= _DIRECT_FROM_BYTES,
                     uncached=any(wanted.uncached for wanted in ranges),
                     buffers=self._buffers,
+                    disk=self._disk,
                 )
             except EOFError as error:
                 raise StorageError(

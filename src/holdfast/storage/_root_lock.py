@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from holdfast.errors import StorageError
 from holdfast.storage._folders import Folders
-from holdfast.storage._new_file import RESERVED
+from holdfast.storage._roots import ROOT_MARK
 from holdfast.storage._system import System
 
-_NAME = f"{RESERVED}.lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
@@ -49,7 +48,7 @@ class RootLock:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
         with self._folders.existing(()) as root:
-            fd = self._system.open_lock(_NAME, root)
+            fd = self._system.open_lock(ROOT_MARK, root)
         try:
             yield fd
         finally:

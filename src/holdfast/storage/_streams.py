@@ -17,13 +17,18 @@ import numpy as np
 
 from holdfast._lanes import join_all, run_all
 from holdfast.contracts import ReadRange
+from holdfast.storage._disk_threads import DiskThreads
 from holdfast.storage._pages import Buffers, address_of
 from holdfast.storage._ranges import ReadSpan, read_spans
 from holdfast.storage._system import BLOCK_BYTES, System
 
 BUFFER_BYTES = 4 * 1024 * 1024
 IN_FLIGHT = 4
-"""Requests at once for one stream; with ``BUFFER_BYTES`` also what a stream holds in memory."""
+"""Requests at once for one stream, and for all that one storage reads past the page cache."""
+
+_BUFFERS = IN_FLIGHT + 2
+"""What a stream holds in memory: also what is filled while all requests are in flight. They tend
+to end together, and the disk would have nothing to do until the next is filled."""
 
 _GAP_BYTES = 64 * 1024
 
@@ -54,7 +59,8 @@ class WriteStream:
         self._current: Buffer | None = None
         self._filled = 0
         self._offset = 0
-        self._room = threading.Semaphore(IN_FLIGHT)
+        self._most = _BUFFERS
+        self._room = threading.Semaphore(self._most)
         self._work: queue.SimpleQueue[tuple[Buffer, int] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []
@@ -64,9 +70,7 @@ class WriteStream:
         taken = 0
         while taken < len(data):
             if self._current is None:
-                self._room.acquire()
-                self._raise_error()
-                self._current = self._buffers.take()
+                self._current = self._take_buffer()
                 self._filled = 0
             part = data[taken : taken + BUFFER_BYTES - self._filled]
             copy(part, self._current[self._filled : self._filled + len(part)])
@@ -111,6 +115,18 @@ class WriteStream:
         self._last_will = this, then
         for _ in self._threads:
             self._work.put(None)
+
+    def _take_buffer(self) -> Buffer:
+        """Where there is no memory for one more, the next whose bytes are written."""
+        while True:
+            self._room.acquire()
+            self._raise_error()
+            try:
+                return self._buffers.take()
+            except MemoryError:
+                if self._most == 1:  # so none is being written
+                    raise
+            self._most -= 1  # what was acquired is not released: it holds one less from here on
 
     def _hand_over(self) -> None:
         buffer, self._current = self._current, None
@@ -163,12 +179,18 @@ class WriteStream:
             self._buffers.give(buffer)
 
     def _stop_threads(self) -> None:
+        try:
+            self._end_threads()
+        finally:
+            try:
+                self._end_threads()  # again: an interrupt may have come before it had begun to wait
+            finally:
+                self._threads.clear()
+
+    def _end_threads(self) -> None:
         for _ in self._threads:
             self._work.put(None)
-        try:
-            join_all(self._threads)
-        finally:
-            self._threads.clear()
+        join_all(self._threads)
 
     def _raise_error(self) -> None:
         if self._errors:
@@ -222,6 +244,7 @@ def read_ranges(
     past_cache: bool,
     uncached: bool,
     buffers: Buffers,
+    disk: DiskThreads,
 ) -> None:
     """Fill every range, which must lie inside the file. Neighbours are read together, long ones
     in parts, and several requests are in flight if there is work for them.
@@ -237,41 +260,48 @@ def read_ranges(
             found = not uncached and system.is_cached(fd, span.start, span.stop - span.start)
             (cached if found else on_disk).append(span)
         spans = cached
-    _read_all(system, fd, spans, direct=False, buffers=buffers)
-    if on_disk:
-        _read_all(system, fd, on_disk, direct=system.make_direct(fd), buffers=buffers)
-
-
-def _read_all(
-    system: System, fd: int, spans: Sequence[ReadSpan], *, direct: bool, buffers: Buffers
-) -> None:
     run_all(
         spans,
-        lambda span: _read_span(system, fd, span, direct=direct, buffers=buffers),
+        lambda span: _read_span(system, fd, span, direct=False, buffers=buffers)(),
         lanes=max(1, min(IN_FLIGHT, len(spans) // 2)),
     )
+    if on_disk:
+        direct = system.make_direct(fd)
+        disk.run_all(
+            on_disk,
+            lambda span: _read_span(system, fd, span, direct=direct, buffers=buffers),
+            lambda _, finish: finish(),
+        )
 
 
-def _read_span(system: System, fd: int, span: ReadSpan, *, direct: bool, buffers: Buffers) -> None:
+def _read_span(
+    system: System, fd: int, span: ReadSpan, *, direct: bool, buffers: Buffers
+) -> Callable[[], None]:
+    """Read it. Returns what is left to do: to copy it to where it belongs, if it is not there."""
     size = span.stop - span.start
     if not direct and len(span.targets) == 1:
         _read_exactly(system, fd, span.targets[0][1], span.start, enough=size, direct=False)
-        return
+        return _nothing
     if direct and len(span.targets) == 1:
         ((_, into),) = span.targets
         if _read_straight(system, fd, span.start, into, buffers):
-            return
+            return _nothing
     skipped = span.start % BLOCK_BYTES if direct else 0
     wanted = skipped + size
     aligned = -(-wanted // BLOCK_BYTES) * BLOCK_BYTES if direct else wanted
     buffer = buffers.take()
-    try:
-        memory = buffer[:aligned]
-        _read_exactly(system, fd, memory, span.start - skipped, enough=wanted, direct=direct)
+    _read_exactly(system, fd, buffer[:aligned], span.start - skipped, enough=wanted, direct=direct)
+
+    def finish() -> None:
         for at, into in span.targets:
             copy(buffer[skipped + at : skipped + at + len(into)], into)
-    finally:
         buffers.give(buffer)
+
+    return finish
+
+
+def _nothing() -> None:
+    pass
 
 
 def _read_straight(system: System, fd: int, start: int, into: memoryview, buffers: Buffers) -> bool:

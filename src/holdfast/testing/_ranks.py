@@ -10,6 +10,7 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import socket
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -264,16 +265,21 @@ def _rank_main(rank: int, world_size: int, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     host = rank == 0
+    # A socket of our own, since torch's takes IPv6, too: it asks for the name of each client's
+    # address, which in that form is in no list of hosts, and answers nobody until a DNS server has.
+    listener = socket.create_server(("127.0.0.1", 0)) if host else None
+    port = pipe.recv() if listener is None else listener.getsockname()[1]
     store = dist.TCPStore(
         "127.0.0.1",
-        0 if host else pipe.recv(),
+        port,
         world_size,
         is_master=host,
         timeout=timedelta(seconds=60),
         wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
     if host:
-        pipe.send(store.port)
+        pipe.send(port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     pipe.send("ready")
     while True:

@@ -7,9 +7,10 @@ from typing import Final
 
 from holdfast.catalog._names import MODEL_INDEX, is_own_name
 from holdfast.cli._exits import MisuseError, NothingThereError
-from holdfast.cli._place import ROOT_MARK, path_of, real
+from holdfast.cli._place import path_of, real
 from holdfast.contracts import COMMIT_RECORD
 from holdfast.errors import CorruptedError
+from holdfast.storage._roots import ROOT_MARK
 
 
 class Format(enum.StrEnum):

@@ -14,12 +14,13 @@ from holdfast.catalog._shard_write import Tick, write_shard
 from holdfast.catalog._writing import BoxSource, grouped
 from holdfast.cli._converting.contents import Tensor, chunks_of
 from holdfast.cli._exits import MisuseError
-from holdfast.cli._place import PATIENCE, ROOT_MARK, as_usage, catalog_at, path_of, real, said_store
+from holdfast.cli._place import PATIENCE, as_usage, catalog_at, path_of, real, said_store
 from holdfast.contracts import COMMIT_RECORD
 from holdfast.errors import CheckpointExistsError
 from holdfast.format import CommitRecord, CompressionLevel, ShardEntry, StoredFile
 from holdfast.reshard import Box
 from holdfast.resilience import FaultToleranceHandler
+from holdfast.storage._roots import roots_above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ def _store_above(path: Path) -> Path:
     """The folder above; but one that has checkpoints already is part of the store whose lock file
     is above it: others there may refer to their files."""
     folder = path.parent
-    marked = (each for each in path.parents if (each / ROOT_MARK).exists())
+    marked = roots_above(path)
     return next(marked, folder) if any(folder.glob(f"*/{COMMIT_RECORD}")) else folder
 
 

@@ -1,0 +1,32 @@
+"""Where stores on a disk begin. Knows the lock file of a root, and no objects."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from holdfast.contracts import Storage
+from holdfast.storage._new_file import RESERVED
+
+ROOT_MARK: Final = f"{RESERVED}.lock"
+"""What a disk's root has, once anything was written to it; see docs/storage.md."""
+
+
+def roots_above(folder: Path) -> Iterator[Path]:
+    """The folders above this one, without links, in which there is a store; the nearest first."""
+    return (above for above in folder.parents if (above / ROOT_MARK).exists())
+
+
+def is_in_another(storage: Storage, folder: str) -> bool:
+    """Whether a folder of a store is, or is inside of, a folder that others use as a store of its
+    own. Not known of what is on no disk: ``False``."""
+    url = urlsplit(storage.url)
+    if url.scheme != "file":
+        return False
+    at = Path(os.fsdecode(unquote_to_bytes(url.path)))
+    for name in folder.split("/"):
+        at /= name
+        if os.path.exists(at / ROOT_MARK):  # noqa: PTH110 -- it raises nothing
+            return True
+    return False
