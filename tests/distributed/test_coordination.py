@@ -356,6 +356,29 @@ def test_an_operations_timeout_bounds_all_of_its_waits(gang):
     assert gang.run(operation_deadline) == [(0,)] * 4
 
 
+def gathering_in_vain(rank):
+    """Rank 0 gives rank 1 up, and is late with that news itself."""
+    with coordinator() as ranks:
+        ranks.barrier()
+        began = time.monotonic()
+        with pytest.raises(RankTimeoutError) as caught, ranks.operation("save") as operation:
+            if rank == 1:
+                time.sleep(2)
+            try:
+                operation.gather(b"", timeout_s=0.5)
+            finally:
+                if rank == 0:
+                    time.sleep(1.5)
+            operation.broadcast(b"" if rank == 0 else None, timeout_s=1)
+        time.sleep(max(0, 3 - (time.monotonic() - began)))
+        ranks.barrier()
+        return caught.value.ranks
+
+
+def test_who_gathered_in_vain_is_not_blamed_for_it(gang):
+    assert gang.run(gathering_in_vain) == [(1,)] * 4
+
+
 def without_a_process_group():
     with pytest.raises(CoordinationError, match="init_process_group"):
         TorchCoordinator()

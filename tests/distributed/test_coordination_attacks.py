@@ -217,7 +217,9 @@ def late_for_a_broadcast(rank, size):
         gather = end_of(lambda: ranks.gather(bytes(size), target=1, timeout_s=0.5))
         ranks.barrier()
         time.sleep(0.5)
-        payloads = [key for key in store.list_keys() if "-broadcast-" in key or "-gather-" in key]
+        kinds = "-broadcast-", "-gather-"
+        keys = [key for key in store.list_keys() if any(kind in key for kind in kinds)]
+        payloads = [key for key in keys if not key.endswith("/given-up")]  # who did not come
         return broadcast, gather, payloads
 
 

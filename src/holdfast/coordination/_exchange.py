@@ -82,13 +82,13 @@ class StoreExchange:
 
     def gather(self, data: bytes, target: int, timeout_s: float | None) -> list[bytes] | None:
         meeting = self._next("gather", timeout_s, root=target)
-        given_up = f"{self._base}/given-up/{self._count}"
+        given_up = meeting.given_up
 
         def work(session: Session) -> list[bytes] | None:
             try:
                 gathered = self._gather(session, meeting, data, target)
-            except (RankLostError, RankTimeoutError):
-                session.set(given_up, b"")
+            except (RankLostError, RankTimeoutError) as error:
+                session.set(given_up, json.dumps(error.ranks or ()).encode())
                 self._mine.append(given_up)
                 # Who has given its part has gone on, and will not come to tidy up.
                 keys = meeting.arrivals(self._ranks.world_size).values()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from holdfast.coordination._liveness import Liveness
 from holdfast.errors import ClosedError
 
+GIVEN_UP = "given-up"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
@@ -41,6 +43,11 @@ class Meeting:
 
     def key(self, name: str) -> str:
         return f"{self.base}/{name}"
+
+    @property
+    def given_up(self) -> str:
+        """Where who gathers says which ranks it waited for in vain, before it takes what came."""
+        return self.key(GIVEN_UP)
 
     def arrivals(self, world_size: int) -> dict[int, str]:
         """The key that each rank sets when it comes."""

@@ -6,12 +6,13 @@ keys are polled for.
 """
 
 import functools
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import final
 
 from holdfast.coordination._channel import Session
-from holdfast.coordination._meeting import Meeting, Ranks
+from holdfast.coordination._meeting import GIVEN_UP, Meeting, Ranks
 from holdfast.coordination._outcome import decode, late_error, lost_error
 
 CHECK_BATCH = 64  # keys looked for in one message
@@ -93,13 +94,19 @@ class Waiting:
         return ([] if here else [0]) + self._missing(session, keys)
 
     def holding_up(self, session: Session, source: int) -> list[int]:
-        """Who keeps a rank from giving its word: those it waits for in a gathering that this rank
-        has come to already, or else itself."""
+        """Who keeps a rank from giving its word: those it waits for, or has just waited for in
+        vain, in a gathering that this rank has come to already, or else itself."""
         base = self._place(session, source).partition("\n")[0]
+        if not base.startswith(f"{self._base}/"):
+            return [source]  # it waits for nobody, or in another operation
         keys = {r: f"{base}/{r}" for r in range(self._ranks.world_size) if r != source}
-        if not base.startswith(f"{self._base}/") or not session.check([keys[self._ranks.rank]]):
-            return [source]  # it has taken what the others gave it, or waits for nobody
-        return self._missing(session, keys) or [source]
+        missing = self._missing(session, keys)
+        given_up = f"{base}/{GIVEN_UP}"
+        if session.check([given_up]):  # said before the keys are taken, so looked at after them
+            missing = json.loads(session.get([given_up])[0])
+        if self._ranks.rank in missing:
+            return [source]  # it has taken what the others gave it
+        return missing or [source]
 
     def enter(self, session: Session, meeting: Meeting) -> None:
         """Say where this rank is, for those who will miss it elsewhere."""
