@@ -13,7 +13,15 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.distributed import _swapping
 from holdfast.distributed._modules import ModuleFill, module_state, parameter_names
-from holdfast.distributed._swapping import Fill, Swap, replacing, strided_as, swap, undo_all
+from holdfast.distributed._swapping import (
+    Fill,
+    Swap,
+    replacing,
+    replacing_all,
+    strided_as,
+    swap,
+    undo_all,
+)
 from holdfast.errors import LoadError, SaveError
 
 
@@ -640,6 +648,95 @@ def test_all_are_undone_although_one_fails():
     with pytest.raises(RuntimeError, match="cannot"):
         undo_all([change, Failing()])
     assert live.tolist() == [0, 0]
+
+
+def many_tensors():
+    """Of all kinds, some of them short and next to each other."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    memory = torch.randn(100)
+    return [
+        *(torch.randn(1000, 3) for _ in range(40)),  # more than are exchanged together
+        torch.randn(200_000),
+        torch.randn(7, 5).t(),
+        torch.randn(10, 14)[::2, ::2],
+        torch.tensor(float("nan")),
+        torch.zeros(0, 3),
+        inference,
+        nn.Parameter(torch.randn(4)),
+        torch.arange(5),
+        torch.randn(4, dtype=torch.complex64).conj(),
+        memory[:60],  # these two share elements: what comes last stays
+        memory[40:],
+        torch.randn(6).as_subclass(Breaking),
+    ]
+
+
+def test_many_tensors_are_exchanged_in_their_order_and_put_back():
+    lives, expected = many_tensors(), many_tensors()
+    news = [torch.full(each.shape, at).to(each.dtype) for at, each in enumerate(lives)]
+    olds = [each.detach().clone() for each in lives]
+    Breaking.left = 99
+    for live, new in zip(expected, news, strict=True):
+        replacing(live.detach(), new.clone()).apply()
+    changes = [*replacing_all(zip(lives, [new.clone() for new in news], strict=True))]
+    assert len(changes) == 14  # the 40 in 4, two and one and two together, 7 by themselves
+    for change in changes:
+        change.apply()
+    for live, same in zip(lives, expected, strict=True):
+        assert torch.equal(live, same)
+    assert lives[-3][-20:].tolist() == lives[-2][:20].tolist() == [float(len(lives) - 2)] * 20
+    undo_all(changes)
+    for live, old in zip(lives, olds, strict=True):
+        assert torch.equal(live.isnan(), old.isnan())
+        assert torch.equal(live.nan_to_num(), old.nan_to_num())
+
+
+@pytest.mark.parametrize("staged", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
+def test_short_tensors_that_cannot_be_exchanged_are_refused(staged):
+    pairs = [(torch.zeros(2), torch.ones(2)), (torch.zeros(2), staged)]
+    if staged.dtype == torch.float64:  # which is cast
+        assert [type(each) for each in replacing_all(pairs)][1:] == [Fill]
+        return
+    with pytest.raises(ValueError, match="shape"):
+        [*replacing_all(pairs)]
+    with pytest.raises(ValueError, match="expanded"):
+        [*replacing_all([(torch.zeros(1).expand(2), torch.zeros(2))])]
+
+
+def test_short_tensors_are_put_back_although_one_cannot_be():
+    lives = [torch.zeros(2), torch.zeros(2), torch.zeros(2)]
+    (change,) = replacing_all([(live, torch.ones(2)) for live in lives])
+    change.undo()  # nothing to undo yet
+    change.apply()
+    lives[1].requires_grad_()  # so that it cannot be copied to
+    with pytest.raises(RuntimeError, match="leaf"):
+        change.undo()
+    assert [live.tolist() for live in lives] == [[0, 0], [1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_exchange_of_short_tensors_that_is_interrupted_anywhere_is_undone(monkeypatch, at):
+    lives = [torch.zeros(2), torch.zeros(2)]
+    (change,) = replacing_all([(live, torch.ones(2)) for live in lives])
+    copy, calls = torch._foreach_copy_, []
+
+    def interrupted(*lists):
+        calls.append(lists)
+        if at % 2 or len(calls) <= at // 2:
+            copy(*lists)
+        if len(calls) > at // 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "_foreach_copy_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        change.apply()
+    change.undo()
+    assert [live.tolist() for live in lives] == [[0, 0]] * 2
+    lives[0] += 1
+    change.undo()  # a second time does nothing
+    assert [live.tolist() for live in lives] == [[1, 1], [0, 0]]
 
 
 def test_the_order_in_memory_is_copied_only_if_it_differs():

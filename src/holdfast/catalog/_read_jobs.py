@@ -3,8 +3,9 @@ belong. Knows files that are open, not records."""
 
 import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
+import msgspec
 import numpy as np
 
 from holdfast.catalog._read_plan import BATCH_BYTES, Piece
@@ -16,7 +17,7 @@ from holdfast.reshard import CopyRuns
 from holdfast.storage._pages import Buffers
 
 
-class Job(NamedTuple):
+class Job(msgspec.Struct, frozen=True, gc=False):
     """A piece, with where it is, how many raw bytes it has, and where they go. There are very
     many."""
 

@@ -4,7 +4,9 @@ Chunks are read whole, because only whole chunks can be verified; nothing else i
 """
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from holdfast.format import CHUNK_BYTES
 from holdfast.reshard import Box, CopyRuns, Part, chunk_spans, copy_to_part, row_runs
@@ -15,7 +17,7 @@ BATCH_BYTES: Final = 8 * 1024 * 1024
 _CHUNKS: Final = BATCH_BYTES // CHUNK_BYTES
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """Chunks ``first`` to ``last``, the latter not included, of one entry, to be read together.
 
     Without ``copy`` they belong as they are at ``dst_offset`` of the wanted box's memory.

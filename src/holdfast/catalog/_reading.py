@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from holdfast._lanes import run_all
@@ -51,9 +52,9 @@ _MOST_PARTS: Final = 64_000
 Tick = Callable[[int], None]
 
 
-class Want(NamedTuple):
+class Want(msgspec.Struct, frozen=True, gc=False):
     """A part of a tensor, and the contiguous memory of the array that is to hold it. There are
-    very many, so these are tuples, which are made in half the time."""
+    very many, so these are not dataclasses: they are made in a fifth of the time."""
 
     name: str
     part: Part

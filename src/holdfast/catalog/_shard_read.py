@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import msgspec
+
 from holdfast.contracts import ReadRange, Storage
 from holdfast.errors import CorruptedError, LoadError
 from holdfast.format import (
@@ -113,7 +115,7 @@ def read_bytes(storage: Storage, key: str, start: int, nbytes: int) -> bytearray
     return data
 
 
-class ChunkRun(NamedTuple):
+class ChunkRun(msgspec.Struct, frozen=True, gc=False):
     """Chunks ``first`` to ``last``, the latter not included, of an entry, and the memory that is
     to hold their raw bytes, if they are wanted and not only to be looked at. There are very
     many."""

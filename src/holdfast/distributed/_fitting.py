@@ -3,7 +3,7 @@
 Knows every kind of thing a state is made of; what it finds goes into a ``Matching``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from holdfast.distributed._optimizers import OptimizerFill, OptimizerTarget, wit
 from holdfast.distributed._result import Difference
 from holdfast.distributed._staging import Slot, Staging
 from holdfast.distributed._stored import DICTS, LISTS, at_steps, has_ranks, join, refs_in, replaced
-from holdfast.distributed._swapping import Action, replacing
+from holdfast.distributed._swapping import Action, replacing_all
 from holdfast.distributed._tensors import Like, local_of
 from holdfast.errors import LoadError
 from holdfast.format import LeafRef, PerRank, numpy_dtype
@@ -300,14 +300,18 @@ class _TensorFilling:
         self.slots: list[tuple[torch.Tensor, Slot]] = []
 
     def __call__(self, staging: Staging) -> list[Action]:
-        return [self._fill(target, slot, staging) for target, slot in self.slots]
+        place = ""
 
-    @staticmethod
-    def _fill(target: torch.Tensor, slot: Slot, staging: Staging) -> Action:
+        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            nonlocal place
+            for target, slot in self.slots:
+                place = slot.place
+                yield local_of(target), staging.take(slot)
+
         try:
-            return replacing(local_of(target), staging.take(slot))
+            return [*replacing_all(pairs())]
         except ValueError as error:
-            raise LoadError(f"{slot.place} cannot be filled: {error}") from error
+            raise LoadError(f"{place} cannot be filled: {error}") from error
 
 
 class _ModuleFilling:

@@ -96,18 +96,22 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def storage_of(tensor: torch.Tensor) -> int | None:
     """What two tensors have in common if they share memory."""
-    if tensor.layout is not torch.strided or is_lazy(tensor):
+    if not _has_storage(tensor):
         return None
     return int(local_of(tensor).untyped_storage()._cdata)  # noqa: SLF001
 
 
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_lazy(tensor)
+
+
 def position_of(tensor: torch.Tensor) -> Position:
     """What two tensors have in common if they are the same elements of the same memory."""
-    memory = storage_of(tensor)
-    if memory is None:
+    if not _has_storage(tensor):
         return (None, id(tensor))
     local = local_of(tensor)
-    return (memory, local.storage_offset(), tuple(local.shape), local.stride(), local.dtype)
+    memory = local.untyped_storage()._cdata  # noqa: SLF001
+    return (memory, local.storage_offset(), local.shape, local.stride(), local.dtype)
 
 
 def has_own_loading(module: nn.Module, *, not_torchs: bool = False) -> bool:

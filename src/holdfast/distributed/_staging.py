@@ -7,9 +7,9 @@ the record's tensors and memory; reads nothing itself.
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -33,8 +33,7 @@ _SHORT_BYTES: Final = 64 * 1024
 _NOTHING: Final = memoryview(b"")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Slot:
+class Slot(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """A leaf that is wanted at a place, laid out as ``like``. ``direct`` is memory of the state
     itself that may be read into, if the caller gives up on all or nothing. ``is_kept`` if what is
     read becomes a tensor of the state."""
@@ -46,8 +45,7 @@ class Slot:
     is_kept: bool = False
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Staged:
+class Staged(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """One array to be read: which parts of which leaf are in it. ``is_lent`` if it is a part of
     memory that others are in, too."""
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import msgspec
+
 from holdfast.format._entry_names import check_name
 
 MAX_VALUE_DEPTH: Final = 64
@@ -23,9 +25,9 @@ FACTORIES: Final[Mapping[str, type]] = {
 """What a defaultdict may make its values with, besides nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafRef:
-    """Stands in the tree for a tensor or an array that is stored in shards under ``name``."""
+class LeafRef(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Stands in the tree for a tensor or an array that is stored in shards under ``name``. There
+    are very many."""
 
     kind: Literal["tensor", "array"]
     name: str
