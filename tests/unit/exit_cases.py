@@ -5,9 +5,11 @@ comes to the end of the script, and so of its interpreter, by itself. What it pr
 FOLDER/<case>.err. The exit codes are printed as JSON.
 """
 
+import contextlib
 import json
 import os
 import resource
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -42,6 +44,17 @@ def end(folder):
 def leave(folder):
     begun(folder)
     sys.exit(3)
+
+
+def interrupt(folder):
+    """Ctrl-C while the save is waited for. It goes on, and the process with it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.get_ident()
+    with contextlib.suppress(KeyboardInterrupt):
+        ckpt, _ = begun(folder)
+        threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+        ckpt.wait()
+        raise AssertionError("the save was over before the interrupt")
 
 
 def fail(folder):
@@ -127,6 +140,7 @@ def _bytes(which):
 CASES = [
     end,
     leave,
+    interrupt,
     fail,
     step,
     step_in_thread,

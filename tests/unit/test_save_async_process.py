@@ -41,7 +41,8 @@ def ended(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("last", "code"), [("end", 0), ("leave", 3), ("step", 0), ("step_in_thread", 0), ("fail", 1)]
+    ("last", "code"),
+    [("end", 0), ("leave", 3), ("step", 0), ("step_in_thread", 0), ("interrupt", 0), ("fail", 1)],
 )
 def test_a_process_does_not_end_before_its_save(last, code, ended):
     folder, found, printed = ended[last]

@@ -229,7 +229,8 @@ class Channel:
         interpreter ends would abort the process."""
         self.usable = False
         self._jobs.put(None)
-        self._thread.join(CANCEL_S)
+        if self._thread is not threading.current_thread():  # which collects garbage, too
+            self._thread.join(CANCEL_S)
 
     def _serve(self, connect: Callable[[], Store]) -> None:
         store: Store | None = None

@@ -17,7 +17,7 @@ from typing import final
 
 from holdfast.coordination._beacon import LEFT
 from holdfast.coordination._channel import Channel, Session, StoreFailedError, briefly
-from holdfast.coordination._meeting import Meeting, Ranks
+from holdfast.coordination._meeting import GivenUp, Meeting, Ranks
 from holdfast.coordination._outcome import decode, encode, lost_error
 from holdfast.coordination._patience import Patience
 from holdfast.coordination._values import delete, join, put, rest, split, take
@@ -88,21 +88,30 @@ class StoreExchange:
             try:
                 gathered = self._gather(session, meeting, data, target)
             except (RankLostError, RankTimeoutError) as error:
-                session.set(given_up, json.dumps(error.ranks or ()).encode())
-                self._mine.append(given_up)
                 # Who has given its part has gone on, and will not come to tidy up.
-                keys = meeting.arrivals(self._ranks.world_size).values()
-                session.later(lambda: take(session, [k for k in keys if session.check([k])]))
+                keys = meeting.arrivals(self._ranks.world_size)
+                came = [rank for rank, key in keys.items() if session.check([key])]
+                said = GivenUp(missing=list(error.ranks or ()), came=came)
+                session.set(given_up, said.encode())
+                self._mine.append(given_up)
+                session.later(lambda: take(session, [keys[rank] for rank in came]))
                 raise
             if gathered is None and session.check([self._failed]):
-                if session.check([given_up]):  # else the target may be about to read it
-                    for key in self._mine:
-                        if key.startswith(f"{meeting.base}/"):
-                            session.delete(key)
+                self._take_back(session, meeting)
                 self._waiting.raise_if_failed(session)
             return gathered
 
         return self._patience.run(work, meeting)
+
+    def _take_back(self, session: Session, meeting: Meeting) -> None:
+        """Delete what this rank gave, unless the target has read it or is about to."""
+        if not session.check([meeting.given_up]):
+            return
+        if self._ranks.rank in GivenUp.of(session.get([meeting.given_up])[0]).came:
+            return
+        for key in self._mine:
+            if key.startswith(f"{meeting.base}/"):
+                session.delete(key)
 
     def count(self, key: str, amount: int = 1) -> int:
         """Add to the number under ``key`` and return it."""

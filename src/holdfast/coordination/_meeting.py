@@ -1,7 +1,9 @@
 """Who takes part in an operation, and what one of its collectives is. Knows no store."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Self
 
 from holdfast.coordination._liveness import Liveness
 from holdfast.errors import ClosedError
@@ -27,6 +29,10 @@ class Ranks:
             raise ClosedError("the coordinator was closed while ranks were waiting")
         return {} if self.liveness is None else self.liveness.lost()
 
+    def at(self, rank: int, name: str = "") -> str:
+        """Where a rank says in which collective it is: of all, or of the operations of a name."""
+        return f"{self.home}/at/{rank}/{name}"
+
     def joined(self) -> set[int]:
         return {self.rank} if self.liveness is None else self.liveness.joined()
 
@@ -46,9 +52,25 @@ class Meeting:
 
     @property
     def given_up(self) -> str:
-        """Where who gathers says which ranks it waited for in vain, before it takes what came."""
+        """Where who gathers tells that it has given up, before it takes what came."""
         return self.key(GIVEN_UP)
 
     def arrivals(self, world_size: int) -> dict[int, str]:
         """The key that each rank sets when it comes."""
         return {rank: self.key(str(rank)) for rank in range(world_size)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """Said by who gathered: whom it waited for in vain, and who had come, so that it takes what
+    they gave. Who comes later takes its own back."""
+
+    missing: list[int]
+    came: list[int]
+
+    @classmethod
+    def of(cls, said: bytes) -> Self:
+        return cls(**json.loads(said))
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()

@@ -31,7 +31,6 @@ from holdfast.errors import (
     ClosedError,
     CoordinationError,
     ErrorRecord,
-    OperationTimeoutError,
     RankLostError,
     RankTimeoutError,
 )
@@ -106,7 +105,7 @@ class TorchCoordinator(GroupCoordinator):
     def wait_for_rank(self, rank: int, timeout_s: float | None = None) -> None:
         _checks.rank("rank", rank, self._world_size)
         key = f"{self._base}/arrived/{rank}"
-        with self._open(f"wait_for_rank {rank}", timeout_s) as exchange:
+        with self._open(f"wait_for_rank {rank}", timeout_s, is_shared=False) as exchange:
             if isinstance(exchange, Alone):
                 return
             if rank == self._rank:
@@ -130,8 +129,10 @@ class TorchCoordinator(GroupCoordinator):
 
     def _tidy(self) -> None:
         """Delete what a coordinator keeps in the store. All ranks have left."""
-        ranks = range(self._world_size)
-        keys = [f"{self._base}/{kind}/{rank}" for kind in ("at", "arrived") for rank in ranks]
+        at = self._ranks().at
+        keys = [f"{self._base}/arrived/{rank}" for rank in range(self._world_size)]
+        for name in ["", *self._turns.names()]:
+            keys += [at(rank, name) for rank in range(self._world_size)]
 
         def work(session: Session) -> None:
             for key in [self._hub_key, *keys]:
@@ -206,7 +207,10 @@ class TorchCoordinator(GroupCoordinator):
         )
 
     @contextlib.contextmanager
-    def _open(self, name: str, timeout_s: float | None) -> Iterator[StoreExchange | Alone]:
+    def _open(
+        self, name: str, timeout_s: float | None, *, is_shared: bool = True
+    ) -> Iterator[StoreExchange | Alone]:
+        """An operation. If it ``is_shared`` all ranks make it, and wait for each other."""
         limit_s = self._timeout_s if timeout_s is None else _checks.seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + limit_s
         self._require_open()
@@ -229,31 +233,35 @@ class TorchCoordinator(GroupCoordinator):
             with turns.serve(turn, limit_s), self._channel() as channel:
                 served = True
                 yield exchange(channel)
-        except OperationTimeoutError as error:
-            if not served:  # the other ranks must not wait for what this one gave up
-                with self._channel() as channel:
-                    exchange(channel).fail(ErrorRecord.of(error, rank=self._rank, phase=title))
+        except BaseException as error:
+            if is_shared and not served:  # the others must not wait for what this rank gave up
+                record = ErrorRecord.of(error, rank=self._rank, phase=title)
+                # The error at hand says more than that they cannot be told.
+                with contextlib.suppress(CheckpointError, RuntimeError), self._channel() as channel:
+                    exchange(channel).fail(record)
             raise
 
     def _exchange(
         self, channel: Channel, name: str, base: str, timeout_s: float, deadline: float
     ) -> StoreExchange:
-        ranks = Ranks(
+        return StoreExchange(
+            channel,
+            self._ranks(),
+            reconnect=functools.partial(Channel, self._store.clone),
+            base=f"{self._base}/{base}",
+            name=name,
+            timeout_s=timeout_s,
+            deadline=deadline,
+        )
+
+    def _ranks(self) -> Ranks:
+        return Ranks(
             home=self._base,
             rank=self._rank,
             world_size=self._world_size,
             liveness=self._liveness,
             silence_s=self._silence_s,
             is_closed=self._closed.is_set,
-        )
-        return StoreExchange(
-            channel,
-            ranks,
-            reconnect=functools.partial(Channel, self._store.clone),
-            base=f"{self._base}/{base}",
-            name=name,
-            timeout_s=timeout_s,
-            deadline=deadline,
         )
 
     def _require_open(self) -> None:

@@ -62,6 +62,11 @@ class TurnBook:
         self._lock = threading.Lock()
         self._turns: dict[str, Turns] = {}
 
+    def names(self) -> list[str]:
+        """The keys of all that were asked for."""
+        with self._lock:
+            return [*self._turns]
+
     def of(self, key: str, name: str) -> Turns:
         with self._lock:
             return self._turns.setdefault(key, Turns(name))

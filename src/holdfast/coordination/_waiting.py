@@ -5,14 +5,12 @@ A store's own ``wait`` can neither be cancelled nor time out without writing war
 keys are polled for.
 """
 
-import functools
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import final
 
 from holdfast.coordination._channel import Session
-from holdfast.coordination._meeting import GIVEN_UP, Meeting, Ranks
+from holdfast.coordination._meeting import GIVEN_UP, GivenUp, Meeting, Ranks
 from holdfast.coordination._outcome import decode, late_error, lost_error
 
 CHECK_BATCH = 64  # keys looked for in one message
@@ -23,11 +21,13 @@ MAX_PAUSE_S = 0.2
 
 @final
 class Waiting:
-    """The waits of one operation. Its keys are under ``base``, its failure is under ``failed``."""
+    """The waits of one operation. Its keys are under ``base``, home, name and turn; its failure is
+    under ``failed``."""
 
     def __init__(self, ranks: Ranks, *, base: str, failed: str) -> None:
         self._ranks = ranks
         self._base = base
+        self._name = base.removeprefix(f"{ranks.home}/").rpartition("/")[0]
         self._failed = failed
 
     def until_set(
@@ -46,8 +46,10 @@ class Waiting:
         """
         pending = list(keys.items())
         poll = self.poll(meeting)
-        if late is None:
-            late = functools.partial(self._missing, session, keys)
+
+        def missing() -> list[int]:
+            return self._missing(session, keys) if late is None else late() or list(keys)
+
         while True:
             lost = self._ranks.lost()  # read before looking: what a lost rank set is visible
             while pending and session.check([key for _, key in pending[:CHECK_BATCH]]):
@@ -59,10 +61,11 @@ class Waiting:
             if lost:
                 self.raise_if_failed(session)
                 raise lost_error(lost, meeting.what)
-            poll(session, lambda: late() or list(keys))
+            poll(session, missing)
 
     def poll(self, meeting: Meeting) -> Callable[[Session, Callable[[], list[int]]], None]:
-        """A pause between two looks that raises when there is no point in a further one."""
+        """A pause between two looks that raises when there is no point in a further one. If nobody
+        is ``missing``, there is: they have come since the last."""
         looks = 0
         began = time.monotonic()
         pause_s = FIRST_PAUSE_S
@@ -73,6 +76,8 @@ class Waiting:
             now = time.monotonic()
             if now > meeting.deadline:
                 late = {rank: self._whereabouts(session, rank) for rank in missing()}
+                if not late:
+                    return
                 raise late_error(late, meeting.what, meeting.timeout_s)
             if looks <= EAGER_POLLS:
                 return
@@ -90,20 +95,20 @@ class Waiting:
         """Who has not come to a meeting. Rank 0 leaves no key there, but says where it is."""
         keys = meeting.arrivals(self._ranks.world_size)
         del keys[0]
-        here = self._place(session, 0).startswith(f"{meeting.base}\n")
+        here = self._read(session, self._here(0)).startswith(f"{meeting.base}\n")
         return ([] if here else [0]) + self._missing(session, keys)
 
     def holding_up(self, session: Session, source: int) -> list[int]:
-        """Who keeps a rank from giving its word: those it waits for, or has just waited for in
-        vain, in a gathering that this rank has come to already, or else itself."""
-        base = self._place(session, source).partition("\n")[0]
-        if not base.startswith(f"{self._base}/"):
-            return [source]  # it waits for nobody, or in another operation
+        """Who keeps a rank from giving its word: those it waits for in a gathering that this rank
+        has come to already, those it has just waited for in vain, or else itself."""
+        base = self._read(session, self._here(source)).partition("\n")[0]
+        if not (base.startswith(f"{self._base}/") and base.endswith(f"-{source}")):
+            return [source]  # it gathers nothing here, so it waits for nobody
         keys = {r: f"{base}/{r}" for r in range(self._ranks.world_size) if r != source}
         missing = self._missing(session, keys)
         given_up = f"{base}/{GIVEN_UP}"
         if session.check([given_up]):  # said before the keys are taken, so looked at after them
-            missing = json.loads(session.get([given_up])[0])
+            return GivenUp.of(session.get([given_up])[0]).missing or [source]
         if self._ranks.rank in missing:
             return [source]  # it has taken what the others gave it
         return missing or [source]
@@ -111,18 +116,22 @@ class Waiting:
     def enter(self, session: Session, meeting: Meeting) -> None:
         """Say where this rank is, for those who will miss it elsewhere."""
         place = f"{meeting.base}\n{meeting.what}".encode()
-        session.set(f"{self._ranks.home}/at/{self._ranks.rank}", place)
+        session.set(self._ranks.at(self._ranks.rank), place)
+        session.set(self._here(self._ranks.rank), place)
 
-    def _place(self, session: Session, rank: int) -> str:
-        """The meeting in which a rank was last: its keys' base, and its name on a line below."""
-        key = f"{self._ranks.home}/at/{rank}"
+    def _here(self, rank: int) -> str:
+        """Where in operations of this name a rank was last. Others may be under way."""
+        return self._ranks.at(rank, self._name)
+
+    def _read(self, session: Session, key: str) -> str:
+        """A meeting that ``enter`` has set there: its keys' base, and its name on a line below."""
         return session.get([key])[0].decode() if session.check([key]) else ""
 
     def _whereabouts(self, session: Session, rank: int) -> str:
         """Where a rank that did not come was last: often it waits elsewhere, for the others."""
         if rank not in self._ranks.joined():
             return "never made a coordinator"
-        place = self._place(session, rank)
+        place = self._read(session, self._ranks.at(rank))
         if not place:
             return "has not called a collective yet"
         return f"was last in {place.rpartition(chr(10))[2]}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal, NoReturn
 
+from holdfast._lanes import join_all
 from holdfast.distributed._handle import Promise, SaveHandle
 from holdfast.distributed._preparing import Looked, Request
 from holdfast.distributed._save import Saving
@@ -45,6 +46,7 @@ class Saves:
         self._snapshots = snapshots
         self._on_save = on_save
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # the last thread has done its work
         self._last: list[Promise] = []
         weakref.finalize(self, _report_unseen, self._last)
 
@@ -117,9 +119,11 @@ class Saves:
             )
         thread = self._thread
         if thread is not None and _has_started(thread):
-            thread.join(timeout_s)
-            if thread.is_alive():
+            # Not join: before Python 3.13 a thread whose join was interrupted says that it has
+            # ended, to the interpreter as well, which would exit in the middle of a save.
+            if not self._over.wait(timeout_s):
                 return False
+            join_all([thread])
         self._thread = None
         return True
 
@@ -147,7 +151,14 @@ class Saves:
     def _run(self, job: "_Job") -> None:
         """Have a thread save, once it may begin. Not a daemon: the interpreter waits for it before
         it exits."""
-        work = partial(self._work, job)
+        over = self._over = threading.Event()
+
+        def work() -> None:
+            try:
+                self._work(job)
+            finally:
+                over.set()
+
         self._thread = threading.Thread(target=work, name="holdfast-save", daemon=False)
         self._last[:] = [job.promise]
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
+from holdfast._lanes import join_all
 from holdfast.contracts import ObjectInfo
 from holdfast.errors import StorageError
 
@@ -153,7 +154,7 @@ class _Upload:
 
     def finish(self) -> "PutResult":
         self._handover.parts.put(None)
-        self._thread.join()
+        join_all([self._thread])
         self._forgotten.detach()
         self._raise_if_failed()
         result = self._handover.result
@@ -163,7 +164,7 @@ class _Upload:
 
     def give_up(self) -> None:
         self._handover.parts.put(_GivenUpError())
-        self._thread.join()
+        join_all([self._thread])
         self._forgotten.detach()
 
     def _raise_if_failed(self) -> None:
