@@ -113,23 +113,23 @@ def wait_for_two(rank):
         handler.barrier()
         began = time.monotonic()
         if rank == 2:
-            time.sleep(0.5)
+            time.sleep(2)
         if rank != 3:  # rank 3 does not care
             handler.wait_for_rank(2)
             first = time.monotonic() - began
             if rank == 2:
-                time.sleep(0.5)
+                time.sleep(2)
             handler.wait_for_rank(2)
             handler.barrier()
             return first, time.monotonic() - began
         handler.barrier()
-        return 1.0, 1.0
+        return 2.0, 4.0
 
 
 def test_waiting_for_a_rank_ends_when_it_arrives_and_bystanders_need_not_call(gang):
     for first, second in gang.run(wait_for_two):
-        assert first > 0.4
-        assert second > 0.9
+        assert first > 1  # the barrier before may have let them go one by one
+        assert second > 3
 
 
 def wait_too_short(rank):
@@ -210,7 +210,8 @@ def many_operations(rank, count, fail):
                 assert fail
         ranks.barrier()
         time.sleep(0.5)  # what the last ones left is being tidied
-        return [key for key in store.list_keys() if "/operation:" in key]
+        kept = [key for key in store.list_keys() if "/operation:" in key]
+        return [key for key in kept if "/at/" not in key]  # where each rank was last: one of a name
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -342,12 +343,12 @@ def operation_deadline(rank):
     with coordinator() as ranks:
         ranks.barrier()
         began = time.monotonic()
-        with pytest.raises(RankTimeoutError) as caught, ranks.operation("save", 1.0) as operation:
+        with pytest.raises(RankTimeoutError) as caught, ranks.operation("save", 3.0) as operation:
             operation.barrier()
             if rank == 0:
-                time.sleep(2)
+                time.sleep(6)
             operation.barrier(30)  # the operation's own limit is the shorter
-        time.sleep(max(0, 2.5 - (time.monotonic() - began)))
+        time.sleep(max(0, 7 - (time.monotonic() - began)))
         ranks.barrier()
         return caught.value.ranks
 
@@ -363,14 +364,14 @@ def gathering_in_vain(rank):
         began = time.monotonic()
         with pytest.raises(RankTimeoutError) as caught, ranks.operation("save") as operation:
             if rank == 1:
-                time.sleep(2)
+                time.sleep(5)
             try:
-                operation.gather(b"", timeout_s=0.5)
+                operation.gather(b"", timeout_s=2)
             finally:
                 if rank == 0:
-                    time.sleep(1.5)
-            operation.broadcast(b"" if rank == 0 else None, timeout_s=1)
-        time.sleep(max(0, 3 - (time.monotonic() - began)))
+                    time.sleep(2.5)
+            operation.broadcast(b"" if rank == 0 else None, timeout_s=3)
+        time.sleep(max(0, 6 - (time.monotonic() - began)))
         ranks.barrier()
         return caught.value.ranks
 

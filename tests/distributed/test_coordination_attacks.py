@@ -179,6 +179,73 @@ def test_an_error_of_any_make_is_told_to_the_others(gang, kind):
     assert all(waited < 20 for _, waited in ends)
 
 
+def interrupted_before_its_turn(rank):
+    """While another thread of rank 1 is in an operation of that name."""
+
+    def interrupt(number, frame):
+        raise SystemExit(15)
+
+    with coordinator(timeout_s=60) as ranks:
+        ranks.barrier()
+
+        def take_part(pause_s=0.0):
+            with ranks.operation("save") as operation:
+                time.sleep(pause_s)
+                operation.barrier()
+
+        if rank == 1:
+            signal.signal(signal.SIGALRM, interrupt)
+            other = threading.Thread(target=take_part, args=(3,))
+            other.start()
+            time.sleep(0.5)
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            end = end_of(take_part)
+            other.join()
+            waited_s = 0.0
+        else:
+            take_part()
+            began = time.monotonic()
+            end = end_of(take_part)
+            waited_s = time.monotonic() - began
+        return end, waited_s, end_of(take_part)
+
+
+def test_the_others_do_not_wait_for_a_turn_that_an_interrupt_has_used_up(gang):
+    for end, waited_s, afterwards in gang.run(interrupted_before_its_turn):
+        assert "SystemExit: 15" in end
+        assert waited_s < 20
+        assert afterwards == "passed"
+
+
+def two_threads_wait_for_two(rank):
+    """Two threads of rank 0 wait for rank 2, which takes its time, and one has little patience."""
+    with coordinator() as ranks:
+        ranks.barrier()
+        if rank == 2:
+            time.sleep(3)
+            ranks.wait_for_rank(2)
+            ends = []
+        else:
+            ends = [None, None] if rank == 0 else [None]
+            patient = threading.Thread(
+                target=lambda: ends.__setitem__(0, end_of(lambda: ranks.wait_for_rank(2, 60)))
+            )
+            patient.start()
+            if rank == 0:
+                time.sleep(0.3)
+                ends[1] = end_of(lambda: ranks.wait_for_rank(2, 0.3))
+            patient.join()
+        ranks.barrier()
+        return ends
+
+
+def test_two_threads_of_a_rank_that_wait_for_one_are_no_matter_to_the_others(gang):
+    first, *others = gang.run(two_threads_wait_for_two)
+    assert first[0] == "passed"
+    assert "another thread of this rank did not get out of wait_for_rank 2" in first[1]
+    assert [end for ends in others for end in ends] == ["passed"] * (len(others) - 1)
+
+
 def holds_the_interpreter_while_waiting(rank):
     with coordinator(liveness_timeout_s=0.5) as ranks:
         ranks.barrier()
@@ -207,14 +274,12 @@ def late_for_a_broadcast(rank, size):
     with coordinator() as ranks:
         ranks.barrier()
         if rank == 0:
-            time.sleep(1)
-        broadcast = end_of(
-            lambda: ranks.broadcast(bytes(size) if rank == 0 else None, timeout_s=0.5)
-        )
+            time.sleep(4)
+        broadcast = end_of(lambda: ranks.broadcast(bytes(size) if rank == 0 else None, timeout_s=2))
         ranks.barrier()
         if rank == 0:
-            time.sleep(1)
-        gather = end_of(lambda: ranks.gather(bytes(size), target=1, timeout_s=0.5))
+            time.sleep(4)
+        gather = end_of(lambda: ranks.gather(bytes(size), target=1, timeout_s=2))
         ranks.barrier()
         time.sleep(0.5)
         kinds = "-broadcast-", "-gather-"
@@ -225,7 +290,7 @@ def late_for_a_broadcast(rank, size):
 
 def test_who_comes_late_to_give_learns_of_it_and_leaves_no_payload_behind(gang):
     for broadcast, _, payloads in gang.run(late_for_a_broadcast, 9 * MIB):
-        assert "rank 0 did not arrive at broadcast within 0.5 s" in broadcast
+        assert "rank 0 did not arrive at broadcast within 2 s" in broadcast
         assert payloads == []
     gathers = [gather for _, gather, _ in gang.run(late_for_a_broadcast, 10)]
     assert "did not arrive at gather" in gathers[0]  # the late one
@@ -286,7 +351,8 @@ def test_ranks_that_mean_different_roots_do_not_get_each_others_data(gang):
 
 def mismatched(rank):
     with coordinator() as ranks:
-        with pytest.raises(CheckpointError) as caught, ranks.operation("save", 1) as operation:
+        ranks.barrier()
+        with pytest.raises(CheckpointError) as caught, ranks.operation("save", 3) as operation:
             if rank == 1:
                 operation.all_gather(b"x")
             else:

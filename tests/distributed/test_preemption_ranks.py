@@ -225,7 +225,7 @@ def save_too_slowly(rank, folder):
     storage = LocalStorage(folder)
     with (
         checkpointer(Held(storage, release) if rank == 1 else storage) as ckpt,
-        Preemption(ckpt, also=lambda: 3.0 if rank == 0 else None) as preemption,
+        Preemption(ckpt, also=lambda: 6.0 if rank == 0 else None) as preemption,
     ):
         assert preemption.requested()
         found = error_of(lambda: preemption.save(new_model(), options=SaveOptions(step=3)))
