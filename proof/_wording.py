@@ -87,10 +87,13 @@ def summary(results: Results) -> str:
     reached = sum(row.verdict == "held" for row in ours)
     cases = sum(row.tried for row in ours)
     broken = sum(row.violated for row in ours)
-    idle = [row for row in ours if row.verdict in ("skipped", "not run", "broken")]
+    idle = sum(row.verdict in ("skipped", "not run") for row in ours)
+    wrecked = sum(row.verdict == "broken" for row in ours)
     said = (
-        f"holdfast: {number(cases)} cases in {len(ours) - len(idle)} campaigns, "
+        f"holdfast: {number(cases)} cases in {len(ours) - idle} campaigns, "
         f"{number(broken)} violations; {held} of {len(ours)} promises held, "
         f"{reached} of them to their target"
     )
-    return said + (f"; {len(idle)} were not tried, for the reasons given" if idle else "") + "."
+    if wrecked:
+        said += f"; campaigns of which a batch ended early: {wrecked}"
+    return said + (f"; not tried, for the reasons given: {idle}" if idle else "") + "."
