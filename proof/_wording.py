@@ -87,8 +87,8 @@ def summary(results: Results) -> str:
     reached = sum(row.verdict == "held" for row in ours)
     cases = sum(row.tried for row in ours)
     broken = sum(row.violated for row in ours)
-    idle = sum(row.verdict in ("skipped", "not run") for row in ours)
-    wrecked = sum(row.verdict == "broken" for row in ours)
+    idle = sum(not row.batches for row in ours)
+    wrecked = sum(row.verdict == "broken" and row.batches > 0 for row in ours)
     said = (
         f"holdfast: {number(cases)} cases in {len(ours) - idle} campaigns, "
         f"{number(broken)} violations; {held} of {len(ours)} promises held, "

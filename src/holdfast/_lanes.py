@@ -68,10 +68,10 @@ def join_all(threads: Collection[threading.Thread]) -> None:
 
     def join() -> None:
         for thread in threads:
-            if thread is not this and thread.is_alive():
+            if thread is not this and not sys.is_finalizing() and thread.is_alive():
                 thread.join()
             # Before Python 3.13 a thread whose join was interrupted says that it has ended. While
-            # the interpreter exits none goes on, and none ends.
+            # the interpreter exits no thread but this goes on, and from 3.13 on none has ended.
             while thread is not this and thread.ident and not sys.is_finalizing():
                 if thread not in threading.enumerate():
                     break
@@ -106,5 +106,5 @@ def _start(threads: list[threading.Thread], lane: Callable[[], None], count: int
         threads.append(thread)
         try:
             thread.start()
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             return

@@ -49,6 +49,20 @@ def test_rm_refuses_what_others_refer_to(tmp_path):
     refused("prune", tmp_path / "s/other", "--keep-last", 1, code=2, saying="inside of the store")
 
 
+def test_rm_knows_what_is_needed_in_a_folder_that_is_a_store_of_its_own(tmp_path):
+    """And takes nothing else of that name for it."""
+    state = {"w": torch.ones(100_000)}
+    for store, name in (("runs/a", "base"), ("runs/a", "ref"), ("runs", "base")):
+        options = library.CheckpointOptions(storage=tmp_path / store)
+        with library.DistributedCheckpoint.create(options=options) as checkpoint:
+            how = library.SaveOptions(checkpoint_prefix=name, incremental=name == "ref")
+            checkpoint.save(state, options=how)
+    runs = tmp_path / "runs"
+    refused("rm", "--yes", f"{runs}//a/base", code=5, saying="a/ref needs files of it")
+    assert holdfast("rm", "--yes", f"{runs}//base").code == 0
+    assert names(runs) == ["a/ref", "a/base"]
+
+
 def test_rm_removes_a_broken_record_only_by_force(own_store):
     record = own_store / "step_200" / "metadata.json"
     record.write_bytes(record.read_bytes()[:-30])

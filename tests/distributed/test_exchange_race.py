@@ -134,12 +134,32 @@ def threads():
         yield some
 
 
-def test_who_comes_late_to_a_gathering_does_not_blame_who_gathered(made, threads):
+def test_who_comes_late_to_a_gathering_does_not_blame_who_gathered(made):
     """Rank 0 has given rank 1 up, and has not told anybody yet."""
     first, second = made(0, world_size=2), made(1, world_size=2)
     assert blamed(lambda: first.gather(b"", 0, 0.2)) == (1,)
     second.gather(b"", 0, None)
     assert blamed(lambda: second.broadcast(None, 0, 0.2)) == (1,)
+
+
+def test_who_tidies_up_after_a_gathering_is_waited_for_and_not_those_who_came(made):
+    """Rank 0 has deleted what rank 1 gave, and not yet rank 2's, when the time of rank 2 ends."""
+    half, go_on = threading.Event(), threading.Event()
+
+    def before(name, keys):
+        if name == "delete_key" and keys[0].endswith("-gather-0/2"):
+            half.set()
+            go_on.wait(PATIENCE_S)
+
+    first, third = made(0, before=before), made(2)
+    made(1).gather(b"1", 0, None)
+    third.gather(b"2", 0, None)
+    try:
+        assert first.gather(b"0", 0, None) == [b"0", b"1", b"2"]
+        assert half.wait(PATIENCE_S)
+        assert blamed(lambda: third.broadcast(None, 0, 0.2)) == (0,)
+    finally:
+        go_on.set()
 
 
 def test_who_has_given_its_part_to_another_waits_for_nobody(made):

@@ -84,6 +84,22 @@ def vanish(folder):
         os._exit(5)
 
 
+def fork(folder):
+    """While a save is under way; the child, in which nobody saves, closes what it has of it."""
+    slow = [Fault("finish", 1, delay_s=1.0)]
+    ckpt = DistributedCheckpoint(storage=FaultyStorage(LocalStorage(folder), slow))
+    handle = ckpt.save_async(net(), None, SaveOptions(checkpoint_prefix="a"))
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        ckpt.close()
+        os._exit(7)
+    assert not handle.done()
+    _, status = os.waitpid(child, 0)
+    handle.result()
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
 def never_ask(folder):
     """The save fails, and nobody is there to hear of it."""
     full = [Fault("finish", 1, NoSpaceError("the disk is full"))]
@@ -146,6 +162,7 @@ CASES = [
     step_in_thread,
     save_again,
     vanish,
+    fork,
     never_ask,
     save_fifty_times,
     have_no_memory,

@@ -106,6 +106,17 @@ def test_what_a_store_needs_stays_if_the_folder_above_is_taken_for_a_store(tmp_p
     assert not (tmp_path / "runs/a" / key).exists()
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_a_store_needs_stays_if_a_folder_in_it_is_taken_for_a_store(tmp_path, operation):
+    """As far as what needs it is in that folder, too."""
+    key = referring(LocalStorage(tmp_path), "lora/ref", "lora/base")
+    remove(LocalStorage(tmp_path / "lora"), "base", operation)
+    catalog = Catalog(tmp_path)
+    assert catalog.read("lora/ref")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    catalog.delete("lora/ref")
+    assert not (tmp_path / key).exists()
+
+
 def test_what_a_save_may_refer_to_stays_if_the_folder_above_is_taken_for_a_store(tmp_path):
     above, inside = LocalStorage(tmp_path), LocalStorage(tmp_path / "run")
     write_parts(inside, "base", {"w": whole(np.arange(6.0))}, attempt="00000000000000bb")

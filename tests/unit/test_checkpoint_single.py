@@ -431,6 +431,27 @@ def test_tensors_of_every_kind(ckpt, tmp_path, format):  # noqa: A002 -- the opt
         assert target[name].stride() == memory[name][1]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("elements", [8, 200_000])
+def test_a_tensor_that_cannot_be_filled_is_told_in_words(ckpt, elements, in_place):
+    """Rather than that the process ends, or that nothing happens."""
+    stored = {"gone": torch.ones(elements), "sparse": torch.eye(3)}
+    save(ckpt, stored, extra={"net": nn.Linear(elements, 1)})
+    state = {"gone": torch.zeros(elements), "sparse": torch.zeros(3, 3).to_sparse()}
+    model = nn.Linear(elements, 1)
+    for tensor in (state["gone"], model.weight.data):
+        tensor.untyped_storage().resize_(0)
+    before = model.bias.clone()
+    with pytest.raises(ValidationError) as caught:
+        load(ckpt, state, extra={"net": model}, in_place=in_place)
+    assert [line.strip() for line in str(caught.value).splitlines()[2:5]] == [
+        "model.gone has no memory: it was given back (untyped_storage().resize_(0))",
+        "model.sparse is a torch.sparse_coo tensor; only dense ones are loaded, as to_dense()",
+        "extra.net.weight has no memory: it was given back (untyped_storage().resize_(0))",
+    ]
+    assert torch.equal(model.bias, before)
+
+
 def test_no_gradient_is_saved_or_lost(ckpt):
     net, other = Net(1), Net(2)
     other(torch.ones(2, 3)).sum().backward()

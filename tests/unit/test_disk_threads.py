@@ -335,6 +335,25 @@ def test_garbage_that_reads_may_be_collected_on_one_of_the_threads(monkeypatch):
     assert ended.wait(30)
 
 
+def test_garbage_that_reads_on_the_only_thread_that_is_to_be_had_reads_by_itself(monkeypatch):
+    disk, start, begun, read = DiskThreads(2), threading.Thread.start, [], []
+
+    def scarce(thread):
+        if thread.name == "holdfast-disk":
+            begun.append(thread)
+            if len(begun) > 1:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def ask(number):
+        disk.run_all([number], lambda n: n, lambda n, _: read.append(n))
+        return number
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    disk.run_all([1, 2, 3], ask, lambda *_: None)
+    assert read == [1, 2, 3]
+
+
 _LATE = """
 import os
 from holdfast.storage._disk_threads import DiskThreads

@@ -15,6 +15,7 @@ from holdfast.distributed import _swapping
 from holdfast.distributed._modules import ModuleFill, module_state, parameter_names
 from holdfast.distributed._swapping import (
     Fill,
+    Keep,
     Swap,
     replacing,
     replacing_all,
@@ -567,9 +568,14 @@ def test_a_tensor_that_has_other_memory_by_now_is_put_back_there():
     assert bool((others == 7).all())
 
 
-def test_a_tensor_whose_memory_was_given_back_is_not_written_to():
-    live = torch.zeros(200_000)
-    change = Swap(live, torch.ones(200_000))
+@pytest.mark.parametrize("elements", [8, 200_000])
+@pytest.mark.parametrize("made", [Swap, Fill, "together", Keep])
+def test_a_tensor_whose_memory_was_given_back_is_not_written_to(made, elements):
+    live, staged = torch.zeros(elements), torch.ones(elements)
+    if made == "together":
+        (change,) = replacing_all([(live, staged)])
+    else:
+        change = made(live) if made is Keep else made(live, staged)
     change.apply()
     live.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="was given back"):

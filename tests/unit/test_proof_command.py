@@ -142,8 +142,10 @@ def test_a_campaign_that_is_broken_is_no_violation_and_no_success(harness):
     harness.add("raises", "def run(subject, seed):\n    raise KeyError('sum')", "cases=10")
     harness.add("unimportable", "import no_such_module", "cases=10")
     harness.add("sums", GOOD, "cases=10")
-    code, said, _ = harness.run("--json", "--minutes", 5)
+    code, said, progress = harness.run("--json", "--minutes", 5)
     assert code == 2
+    assert "in 2 campaigns" in progress
+    assert "of which a batch ended early: 1; not tried, for the reasons given: 1." in progress
     rows = rows_of(said)
     assert rows["sums", "holdfast"]["verdict"] == "held"
     assert rows["raises", "holdfast"]["violated"] == 0

@@ -75,6 +75,12 @@ def test_a_process_that_vanished_left_no_checkpoint_and_no_damage(ended):
         assert ckpt.catalog.verify("a").is_intact
 
 
+def test_a_fork_does_not_wait_for_a_save_of_which_it_has_no_thread(ended):
+    folder, code, printed = ended["fork"]
+    assert (code, printed) == (7, "")
+    assert Catalog(folder).verify("a").is_intact
+
+
 def test_an_error_that_nobody_asked_for_is_told_at_the_end(ended):
     """As Python tells of one that has ended a thread."""
     folder, code, printed = ended["never_ask"]

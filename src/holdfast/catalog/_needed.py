@@ -5,7 +5,7 @@ whether that checkpoint is still committed. Whoever deletes takes the commit rec
 and then looks for intents. So one of the two always sees the other.
 
 A folder of a store may be a store of its own. What a record names is a name in the store that it
-was saved in, and that may begin in any folder above the checkpoint.
+was saved in, and that may begin in any folder above the checkpoint: inside of this store, or above.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -64,13 +64,16 @@ def needed_in(folders: Iterable[Folder], *, given_up: Collection[str] = ()) -> N
 
 
 def _meanings(name: str, prefix: str) -> Iterator[str]:
-    """What a name may mean that is in the record or the intent of ``prefix``: one for each folder
-    in which the store of that may begin. Files have names like no other's, so that at most one of
-    these is there."""
+    """What a name may mean here that is in the record or the intent of ``prefix``: one for each
+    folder in which the store of that may begin. Files have names like no other's, so that at most
+    one of these is there."""
     yield name
     for at, letter in enumerate(prefix):
-        if letter == "/":
+        if letter == "/":  # it began in a folder of this one
             yield f"{prefix[:at]}/{name}"
+    for at, letter in enumerate(name):
+        if letter == "/":  # this one is a folder of it
+            yield name[at + 1 :]
 
 
 def unnamed(

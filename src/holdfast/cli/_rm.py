@@ -1,11 +1,13 @@
 """``holdfast rm``: deletes the checkpoints that are named, and none that others refer to."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated
 
 import typer
 
 from holdfast.catalog import Catalog
+from holdfast.catalog._needed import needed_in
 from holdfast.catalog._survey import Folder, survey
 from holdfast.cli._arguments import Yes
 from holdfast.cli._asking import agreed
@@ -84,10 +86,12 @@ def _check(
         raise CorruptedError(
             f"{folder.problem.message}; nothing was deleted, --force deletes it", path=path
         )
+    own = (key for key in folder.named() if key.startswith(f"{name}/"))
+    files = {*own, *chain.from_iterable(folder.shards.values())}
     referring = [
         other.prefix
         for other in folders.values()
-        if other.prefix not in going and any(key.startswith(f"{name}/") for key in other.named())
+        if other.prefix not in going and not files.isdisjoint(needed_in([other]).keys)
     ]
     if referring:
         raise StorageError(

@@ -290,6 +290,7 @@ class StoreExchange:
             self._put(session, own, data)
             return None
         self._waiting.until_set(session, meeting, keys)
+        session.later(lambda: self._waiting.has_all(session, meeting))
         taken = take(session, list(keys.values()))
         taken.insert(target, data)
         return taken

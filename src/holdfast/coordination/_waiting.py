@@ -101,7 +101,8 @@ class Waiting:
     def holding_up(self, session: Session, source: int) -> list[int]:
         """Who keeps a rank from giving its word: those it waits for in a gathering that this rank
         has come to already, those it has just waited for in vain, or else itself."""
-        base = self._read(session, self._here(source)).partition("\n")[0]
+        place = self._read(session, self._here(source))
+        base = place.partition("\n")[0]
         if not (base.startswith(f"{self._base}/") and base.endswith(f"-{source}")):
             return [source]  # it gathers nothing here, so it waits for nobody
         keys = {r: f"{base}/{r}" for r in range(self._ranks.world_size) if r != source}
@@ -109,7 +110,7 @@ class Waiting:
         given_up = f"{base}/{GIVEN_UP}"
         if session.check([given_up]):  # said before the keys are taken, so looked at after them
             return GivenUp.of(session.get([given_up])[0]).missing or [source]
-        if self._ranks.rank in missing:
+        if self._ranks.rank in missing or self._read(session, self._here(source)) != place:
             return [source]  # it has taken what the others gave it
         return missing or [source]
 
@@ -118,6 +119,10 @@ class Waiting:
         place = f"{meeting.base}\n{meeting.what}".encode()
         session.set(self._ranks.at(self._ranks.rank), place)
         session.set(self._here(self._ranks.rank), place)
+
+    def has_all(self, session: Session, meeting: Meeting) -> None:
+        """Say that all have come to a meeting, before what they set there is deleted."""
+        session.set(self._here(self._ranks.rank), f"{meeting.base}/\n{meeting.what}".encode())
 
     def _here(self, rank: int) -> str:
         """Where in operations of this name a rank was last. Others may be under way."""

@@ -14,7 +14,7 @@ from holdfast.distributed._result import Difference, LoadReport
 from holdfast.distributed._staging import Slot, Staging
 from holdfast.distributed._stored import DICTS, LISTS, join, mapped, refs_in, replaced
 from holdfast.distributed._swapping import Action
-from holdfast.distributed._tensors import Like, local_of, torch_dtype
+from holdfast.distributed._tensors import Like, local_of, torch_dtype, unfillable
 from holdfast.errors import LoadError
 from holdfast.format import LeafRef, PerRank, StoredTensor, dtype_of
 
@@ -83,6 +83,9 @@ class Matching:
     ) -> Slot | None:
         """A slot for a live tensor, unless what is stored does not fit it."""
         stored = self.tensors[ref.name]
+        if why_not := unfillable(live):
+            self.other.append(f"{place} {why_not}")
+            return None
         if not self.is_shape(place, stored.shape, tuple(live.shape)):
             return None
         dtype = torch_dtype(stored.dtype)

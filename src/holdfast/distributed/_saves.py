@@ -120,8 +120,9 @@ class Saves:
         thread = self._thread
         if thread is not None and _has_started(thread):
             # Not join: before Python 3.13 a thread whose join was interrupted says that it has
-            # ended, to the interpreter as well, which would exit in the middle of a save.
-            if not self._over.wait(timeout_s):
+            # ended, to the interpreter as well, which would exit in the middle of a save. In a fork
+            # there is no thread, and nobody would ever say that it is over.
+            if thread in threading.enumerate() and not self._over.wait(timeout_s):
                 return False
             join_all([thread])
         self._thread = None

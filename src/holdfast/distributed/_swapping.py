@@ -97,11 +97,10 @@ class Swap:
         for each in self._bytes:
             each.undo()
         if self._held is not None:
-            live, held = self._held
-            live.copy_(held)
+            _put_back(*self._held)
             self._held = None
         for live, staged in itertools.islice(self._pieces(), self._done):
-            live.copy_(staged)
+            _put_back(live, staged)
         self._done = 0
 
     def _exchange(self, live: torch.Tensor, staged: torch.Tensor, held: torch.Tensor) -> None:
@@ -137,7 +136,7 @@ class _ShortSwaps:
         failure: Exception | None = None
         for live, old in zip(self._lives, self._old or (), strict=False):
             try:
-                live.copy_(old)
+                _put_back(live, old)
             except Exception as error:  # noqa: BLE001 -- raised below, once the rest is undone
                 failure = failure or error
         self._old = None
@@ -204,10 +203,21 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _bytes_of(tensor: torch.Tensor) -> Any:
     """The memory of a plain tensor, where it is now, which must be kept. Its own ``numpy`` would
     have torch refuse for ever to resize it."""
-    if not has_memory(tensor):
-        raise RuntimeError("the memory of a tensor was given back while it was loaded")
+    _check_memory(tensor)
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     return np.frombuffer(memory, np.uint8)
+
+
+def _put_back(live: torch.Tensor, old: torch.Tensor) -> None:
+    _check_memory(live)
+    live.copy_(old)
+
+
+def _check_memory(tensor: torch.Tensor) -> None:
+    """Whoever else changes the state may have given memory of it back, and to write to what is not
+    there ends the process."""
+    if not has_memory(tensor):
+        raise RuntimeError("the memory of a tensor was given back while it was loaded")
 
 
 def _byte_swaps(live: torch.Tensor, staged: torch.Tensor) -> list[_ByteSwap]:
@@ -241,7 +251,7 @@ class Fill:
     def undo(self) -> None:
         if self._old is not None:
             with torch.no_grad():
-                self._live.copy_(self._old)
+                _put_back(self._live, self._old)
             self._old = None
 
 
@@ -262,7 +272,7 @@ class Keep:
     def undo(self) -> None:
         if self._old is not None:
             with torch.no_grad():
-                self._live.copy_(self._old)
+                _put_back(self._live, self._old)
             self._old = None
 
 

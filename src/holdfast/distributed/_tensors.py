@@ -32,6 +32,7 @@ from holdfast.reshard import (
 
 _SHAPES: Final = 1024
 _DEVICES: Final = 64
+_PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 
 _BY_TORCH: Final = {
     getattr(torch, dtype.torch_name): dtype
@@ -219,9 +220,19 @@ def check_storable(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def unfillable(tensor: torch.Tensor) -> str | None:
+    """Why no values can be put into a tensor, after its name."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"is a {tensor.layout} tensor; only dense ones are loaded, as to_dense()"
+    if not tensor.is_meta and not has_memory(local_of(tensor)):
+        return "has no memory: it was given back (untyped_storage().resize_(0))"
+    return None
+
+
 def has_memory(local: torch.Tensor) -> bool:
-    """Whether all elements are there. To read what was given back could end the process."""
-    if not local.numel():
+    """Whether all elements are there. To read what was given back could end the process. Of other
+    layouts and kinds of tensors only they themselves know: ``True``."""
+    if local.layout is not torch.strided or type(local) not in _PLAIN or not local.numel():
         return True
     last = local.storage_offset()
     for length, stride in zip(local.shape, local.stride(), strict=True):

@@ -49,9 +49,10 @@ class DiskThreads:
         user = _User()
         begun: deque[_Request[T, R]] = deque()
         try:
-            # Python 3.11 starts threads while it exits, and never runs them.
+            # Python 3.11 starts threads while it exits, and never runs them. And a thread of the
+            # disk's, if what reads is garbage collected there, may be the only one to be had.
             crew = None if sys.is_finalizing() else self._join(user, len(items))
-            if crew is None or not crew.started:
+            if crew is None or not crew.started or threading.current_thread() in crew.threads:
                 for item in items:
                     use(item, ask(item))
                 return
@@ -72,7 +73,10 @@ class DiskThreads:
                 try:
                     uninterrupted(lambda: _end(begun))  # if the first was kept from being made
                 finally:
-                    uninterrupted(lambda: self._leave(user))
+                    try:
+                        uninterrupted(lambda: self._leave(user))
+                    finally:
+                        uninterrupted(lambda: self._leave(user))  # likewise
 
     def _join(self, user: "_User", items: int) -> "_Crew":
         if self._process != os.getpid():  # a fork has no threads, and perhaps a lock nobody frees

@@ -144,7 +144,7 @@ class WriteStream:
         self._threads.append(thread)  # first: an interrupt may come while it starts
         try:
             thread.start()
-        except RuntimeError:  # no thread is to be had, as while the interpreter exits
+        except (RuntimeError, MemoryError):  # none is to be had, as while the interpreter exits
             self._threads.remove(thread)
 
     def _write_from_queue(self) -> None:
