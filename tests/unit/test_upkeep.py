@@ -192,9 +192,9 @@ def test_a_restarted_training_collects_what_the_killed_one_left(tmp_path):
     storage = LocalStorage(tmp_path)
     lease_s = 0.05
     begun(storage, "killed", np.arange(9), lease_s=lease_s)
-    made_s = time.monotonic()
     catalog = Catalog(storage, lease_s=lease_s)
     with DistributedCheckpoint(storage=catalog, retention=keep_last(2)) as ckpt:
+        made_s = time.monotonic()  # only now: it collects once it is a lease old
         while time.monotonic() <= made_s + 2 * lease_s:
             save(ckpt, 1)
         save(ckpt, 2)
