@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
+import hypothesis
 from sybil import Document, Region, Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -23,6 +24,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # A store of torch's answers nobody while it waits for a DNS server, 5 seconds and then again, and
 # ranks that are given two to show a sign of life would be taken for lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# A machine that stands still for a moment is no slow example. What hypothesis chooses by itself,
+# as it does where it sees that it runs for CI, stays.
+_chosen = hypothesis.settings.get_profile(hypothesis.settings.get_current_profile_name())
+hypothesis.settings.register_profile("unhurried", _chosen, deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 # Read by mypy, never run; and a program, which finds more modules than tests do.
 collect_ignore = ["tests/typing", "tests/crash/short_campaigns.py"]

@@ -36,7 +36,7 @@ def where(server):
             "access_key_id": "key",
             "secret_access_key": "word",
             "region": "us-east-1",
-            "client_options": {"timeout": "10s", "connect_timeout": "2s"},
+            "client_options": {"timeout": "60s", "connect_timeout": "20s"},
         },
     )
 

@@ -61,7 +61,8 @@ def broken(proxy):
 
 def at(url, folder=None, **settings):
     folder = uuid.uuid4().hex if folder is None else folder
-    client = {"timeout": "5s", "connect_timeout": "2s"}
+    # Nothing is retried: what is late because the machine stood still would be an error.
+    client = {"timeout": "60s", "connect_timeout": "20s"}
     return open_storage(
         f"s3://{BUCKET}/{folder}", endpoint=url, client_options=client, **CREDENTIALS, **settings
     )

@@ -8,13 +8,18 @@ from mounts import small_memory
 from torch import nn
 
 from holdfast.catalog import Catalog
-from holdfast.distributed import DistributedCheckpoint, SaveOptions
+from holdfast.distributed import DistributedCheckpoint, SaveOptions, _aftermath
 from holdfast.errors import NoSpaceError
 from holdfast.storage import LocalStorage
 from holdfast.storage._wrapped import WrappedStorage
 
 MIB = 1024 * 1024
 SOON_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _what_failed_is_removed_however_long_it_takes(monkeypatch):
+    monkeypatch.setattr(_aftermath, "_CLEAN_S", SOON_S)
 
 
 class FillingStorage(WrappedStorage):

@@ -40,14 +40,21 @@ from holdfast.storage import LocalStorage, retrying
 from holdfast.storage._wrapped import WrappedStorage
 from holdfast.testing import Fault, FaultyStorage, seeded_rng
 
-LIVENESS_S = 2.0
+LIVENESS_S = 5.0  # a busy machine keeps a rank that runs waiting for seconds, too
 TIMEOUT_S = 60.0
 LATE_S = LIVENESS_S * 1.5
 NAP_S = 0.5
+EARLY_S = 4.0  # its time is over first, on a busy machine too
 NOISE_BYTES = 4000
 PARTS = 6
 PART_ROWS = 999
 PART_COLUMNS = 3000
+# Not before it sleeps: it would then never be woken.
+WAKER = """
+until grep -qs '^State:.T' /proc/$1/status; do [ -d /proc/$1 ] || exit; sleep 0.02; done
+sleep $2
+kill -CONT $1
+"""
 NONE: Mapping[int, Sequence[Fault]] = {}
 IN_NO_TIME = RetryPolicy(max_retries=8, initial_delay_s=0.01, max_delay_s=0.02)
 
@@ -101,7 +108,7 @@ def act(kind: str, pid: int) -> None:
     if kind == "kill":
         os.kill(pid, signal.SIGKILL)
     if kind == "nap":
-        subprocess.Popen(["/bin/sh", "-c", f"sleep {NAP_S}; kill -CONT {pid}"])
+        subprocess.Popen(["/bin/sh", "-c", WAKER, "waker", str(pid), str(NAP_S)])
     if kind in ("stop", "wake", "nap"):
         os.kill(pid, signal.SIGSTOP)
     if kind == "slow":
@@ -368,7 +375,7 @@ def save_job(
     """``early``: a rank that comes well before the others."""
     with checkpointer(folder, harm, rank, faults=faults, lease_s=lease_s) as (ckpt, trap):
         if early is not None and rank != early:
-            time.sleep(0.5)
+            time.sleep(EARLY_S)
         state = state_of(seed, rank, trap, noise_bytes=noise_bytes)
         chosen = SaveOptions(checkpoint_prefix=prefix, progress=telling(trap), **options)
         try:

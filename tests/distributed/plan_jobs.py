@@ -440,17 +440,13 @@ def decided(rank):
 
 def late(rank):
     """What a rank is told that waits where the other does not come."""
-    store = dist.group.WORLD.get_group_store()
-    patience = store.timeout
-    dist.barrier()  # whose connections are made through the store
-    store.set_timeout(dt.timedelta(seconds=1))
     try:
         with together() as ranks:
+            assert ranks._store.timeout == dist.group.WORLD.get_group_store().timeout
+            # Not sooner, for connecting may take as long, too.
+            ranks._store.set_timeout(dt.timedelta(seconds=1))
             if rank == 0:
                 ranks.meet()
     except PlanError as error:
         return str(error)
-    finally:
-        store.set_timeout(patience)
-        dist.barrier()
     return ""

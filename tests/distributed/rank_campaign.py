@@ -9,7 +9,7 @@ import time
 from holdfast.coordination import TorchCoordinator
 from holdfast.testing import RankGang, seeded_rng
 
-LIVENESS_S = 1.0
+LIVENESS_S = 5.0  # a busy machine keeps a rank that runs waiting for seconds, too
 FAULTS = ("raise", "kill", "stop", "exit", "late")
 
 

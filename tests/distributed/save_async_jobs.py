@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from checkpoint_jobs import mesh_of
 from fault_jobs import (
-    LIVENESS_S,
     TIMEOUT_S,
     Ended,
     TrappedStorage,
@@ -31,6 +30,7 @@ from holdfast.errors import SaveError, SaveInProgressError
 from holdfast.storage import LocalStorage
 
 SOON_S = 60.0
+CALM_S = 30.0  # without a sign of life, where no rank is stopped
 
 
 class Net(nn.Module):
@@ -97,7 +97,7 @@ def _whole(tensor):
 @contextlib.contextmanager
 def saver(folder, **options):
     with (
-        TorchCoordinator(liveness_timeout_s=LIVENESS_S, timeout_s=TIMEOUT_S) as ranks,
+        TorchCoordinator(liveness_timeout_s=CALM_S, timeout_s=TIMEOUT_S) as ranks,
         DistributedCheckpoint(coordinator=ranks, storage=folder, **options) as ckpt,
     ):
         yield ckpt

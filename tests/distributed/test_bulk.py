@@ -18,7 +18,8 @@ from holdfast.distributed._watch import Watch
 from holdfast.errors import ClosedError, CoordinationError, RankLostError, StorageError
 from holdfast.testing import RankGang
 
-LIVENESS_S = 2.0
+LIVENESS_S = 5.0  # where a rank is stopped; a busy machine keeps one waiting for seconds, too
+CALM_S = 30.0  # where none is
 NOTICED_S = 10.0  # a lost rank is noticed, not waited for; generous for a busy machine
 FOREVER_S = 60.0
 MB = 1_000_000
@@ -31,8 +32,8 @@ def gang():
         yield ranks
 
 
-def coordinator():
-    return TorchCoordinator(liveness_timeout_s=LIVENESS_S, timeout_s=FOREVER_S)
+def coordinator(liveness_s=CALM_S):
+    return TorchCoordinator(liveness_timeout_s=liveness_s, timeout_s=FOREVER_S)
 
 
 def content(source, target, size):
@@ -164,14 +165,14 @@ def fail_midway(rank, victim, fault, *, again):
         while True:
             all_to_all(course, rank, 4, (PIECE_BYTES + 1,))
 
-    with coordinator() as ranks:
+    with coordinator(LIVENESS_S) as ranks:
         bulk = Bulk(ranks)
         bulk.open(FOREVER_S)
         began = time.monotonic()
         left_running = []
         try:
             with ranks.operation("save") as operation, operation.phase("send"):
-                watch = Watch(operation)
+                watch = Watch(operation, grace_s=FOREVER_S)
                 try:
                     watch.run(work)
                 finally:
@@ -260,7 +261,7 @@ def in_a_subgroup(rank):
     group = dist.new_group([3, 1])
     if rank not in (1, 3):
         return None
-    with TorchCoordinator(group, liveness_timeout_s=LIVENESS_S) as ranks:
+    with TorchCoordinator(group, liveness_timeout_s=CALM_S) as ranks:
         bulk = Bulk(ranks)
         bulk.open(FOREVER_S)
         memory = torch.full((10,), rank, dtype=torch.uint8)
@@ -358,7 +359,7 @@ from holdfast.errors import RankLostError
 rank, port, fault = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-ranks = TorchCoordinator(liveness_timeout_s=2)
+ranks = TorchCoordinator(liveness_timeout_s=5)
 bulk = Bulk(ranks)
 bulk.open(60)
 

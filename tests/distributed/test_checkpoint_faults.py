@@ -35,7 +35,7 @@ RANKS = 3
 # Promised is 1 s, and how many kept to it is counted. A machine under load proves here that nobody
 # waited for a timeout.
 PROMISED_S = 1.0
-NOTICED_S = 5.0
+NOTICED_S = 20.0
 SAVE_PHASES = ("capture", "agree", "begin", "write", "commit", "agree")
 LOAD_PHASES = ("open", "validate", "match", "read", "vote", "apply", "settle", "agree")
 
@@ -159,8 +159,10 @@ def require_named(ends, harm, phase, phases, record_property):
             assert "on purpose" in end.text
         else:
             assert end.error == "RankLostError", (rank, end.text)
-            # Rank 0 is the first to get through a barrier, and takes the store with it.
-            after = 0 if victim == 0 else phases.index(phase)
+            # Rank 0 is the first to get through a barrier, and takes the store with it. From
+            # another the victim may be one collective ahead: who gives its part to a gathering
+            # goes on.
+            after = 0 if victim == 0 else max(0, phases.index(phase) - 1)
             assert end.phase in phases[after:], (rank, end.text)
         assert end.at_s - harmed_s < patience_s + NOTICED_S, (rank, end.text)
     if victim != 0 or harm.kind == "raise":
@@ -508,7 +510,7 @@ def test_a_storage_that_fails_for_good_in_a_load(victim, kind, saved, calm):
         assert end.same
 
 
-HANGS_FOR_S = 5.0  # all that comes before must have been done by then
+HANGS_FOR_S = 12.0  # all that comes before must have been done by then
 # The time a rank gives its own work to end, and then the storage to be cleaned up.
 WINDING_UP_S = 6.0
 

@@ -34,7 +34,7 @@ def gang():
         yield ranks
 
 
-def coordinator(liveness_timeout_s=2, timeout_s=60):
+def coordinator(liveness_timeout_s=30, timeout_s=60):
     return TorchCoordinator(liveness_timeout_s=liveness_timeout_s, timeout_s=timeout_s)
 
 
@@ -47,6 +47,8 @@ def end_of(call):
 
 
 def interrupted_at_the_end(rank):
+    import torch.distributed as dist
+
     def interrupt(number, frame):
         raise SystemExit(15)
 
@@ -57,11 +59,13 @@ def interrupted_at_the_end(rank):
         def save():
             with ranks.operation("save"):
                 if rank == 0:
-                    time.sleep(0.8)
+                    dist.barrier()  # rank 1 was interrupted
                 if rank == 1:
                     signal.setitimer(signal.ITIMER_REAL, 0.3)
 
         end = end_of(save)
+        if rank != 0:
+            dist.barrier()
         ranks.barrier()
         return end
 
@@ -75,23 +79,25 @@ def test_a_rank_interrupted_while_the_others_come_ends_the_operation_for_all(gan
 
 def gives_up_its_turn(rank):
     with coordinator() as ranks:
-        results = {}
+        results, inside, given_up = {}, threading.Event(), threading.Event()
 
-        def operation(name, timeout_s, pause_s):
+        def operation(name, timeout_s, until=None):
             with ranks.operation("save", timeout_s) as operation:
-                time.sleep(pause_s)
+                inside.set()
+                assert until is None or until.wait(20)
                 results[name] = operation.all_gather(f"{name} of {rank}".encode())
 
         if rank == 1:
-            busy = threading.Thread(target=operation, args=("first", 30, 1.5))
+            busy = threading.Thread(target=operation, args=("first", 30, given_up))
             busy.start()
-            time.sleep(0.3)
-            second = end_of(lambda: operation("second", 0.5, 0))
+            assert inside.wait(20)
+            second = end_of(lambda: operation("second", 0.5))
+            given_up.set()
             busy.join()
         else:
-            operation("first", 30, 0)
-            second = end_of(lambda: operation("second", 30, 0))
-        operation("third", 30, 0)
+            operation("first", 30)
+            second = end_of(lambda: operation("second", 30))
+        operation("third", 30)
         return second, results["third"]
 
 
@@ -188,18 +194,22 @@ def interrupted_before_its_turn(rank):
     with coordinator(timeout_s=60) as ranks:
         ranks.barrier()
 
-        def take_part(pause_s=0.0):
+        inside, caught = threading.Event(), threading.Event()
+
+        def take_part(until=None):
             with ranks.operation("save") as operation:
-                time.sleep(pause_s)
+                inside.set()
+                assert until is None or until.wait(20)
                 operation.barrier()
 
         if rank == 1:
             signal.signal(signal.SIGALRM, interrupt)
-            other = threading.Thread(target=take_part, args=(3,))
+            other = threading.Thread(target=take_part, args=(caught,))
             other.start()
-            time.sleep(0.5)
+            assert inside.wait(20)
             signal.setitimer(signal.ITIMER_REAL, 0.5)
             end = end_of(take_part)
+            caught.set()
             other.join()
             waited_s = 0.0
         else:
@@ -219,10 +229,12 @@ def test_the_others_do_not_wait_for_a_turn_that_an_interrupt_has_used_up(gang):
 
 def two_threads_wait_for_two(rank):
     """Two threads of rank 0 wait for rank 2, which takes its time, and one has little patience."""
+    import torch.distributed as dist
+
     with coordinator() as ranks:
         ranks.barrier()
         if rank == 2:
-            time.sleep(3)
+            dist.barrier()  # the impatient one has given up
             ranks.wait_for_rank(2)
             ends = []
         else:
@@ -232,8 +244,9 @@ def two_threads_wait_for_two(rank):
             )
             patient.start()
             if rank == 0:
-                time.sleep(0.3)
+                time.sleep(1)  # the patient one is waiting by now
                 ends[1] = end_of(lambda: ranks.wait_for_rank(2, 0.3))
+            dist.barrier()
             patient.join()
         ranks.barrier()
         return ends
@@ -272,25 +285,31 @@ def late_for_a_broadcast(rank, size):
 
     store = dist.group.WORLD.get_group_store()
     with coordinator() as ranks:
+        ends = []
+        for call in (
+            lambda: ranks.broadcast(bytes(size) if rank == 0 else None, timeout_s=4),
+            lambda: ranks.gather(bytes(size), target=1, timeout_s=4),
+        ):
+            ranks.barrier()
+            if rank == 0:
+                dist.barrier()  # the others have given up
+            ends.append(end_of(call))
+            if rank != 0:
+                dist.barrier()
         ranks.barrier()
-        if rank == 0:
-            time.sleep(4)
-        broadcast = end_of(lambda: ranks.broadcast(bytes(size) if rank == 0 else None, timeout_s=2))
-        ranks.barrier()
-        if rank == 0:
-            time.sleep(4)
-        gather = end_of(lambda: ranks.gather(bytes(size), target=1, timeout_s=2))
-        ranks.barrier()
-        time.sleep(0.5)
         kinds = "-broadcast-", "-gather-"
-        keys = [key for key in store.list_keys() if any(kind in key for kind in kinds)]
-        payloads = [key for key in keys if not key.endswith("/given-up")]  # who did not come
-        return broadcast, gather, payloads
+        for _ in range(100):  # what they left is being tidied
+            keys = [key for key in store.list_keys() if any(kind in key for kind in kinds)]
+            payloads = [key for key in keys if not key.endswith("/given-up")]  # who did not come
+            if not payloads:
+                break
+            time.sleep(0.1)
+        return *ends, payloads
 
 
 def test_who_comes_late_to_give_learns_of_it_and_leaves_no_payload_behind(gang):
     for broadcast, _, payloads in gang.run(late_for_a_broadcast, 9 * MIB):
-        assert "rank 0 did not arrive at broadcast within 2 s" in broadcast
+        assert "rank 0 did not arrive at broadcast within 4 s" in broadcast
         assert payloads == []
     gathers = [gather for _, gather, _ in gang.run(late_for_a_broadcast, 10)]
     assert "did not arrive at gather" in gathers[0]  # the late one
@@ -298,22 +317,23 @@ def test_who_comes_late_to_give_learns_of_it_and_leaves_no_payload_behind(gang):
     assert gathers[2] == "passed"  # it had given its part and gone on
 
 
-def stopped_host(rank):
+def stopped_host(rank, host):
     with coordinator(liveness_timeout_s=20) as ranks:
         ranks.barrier()
         if rank == 0:
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return None
+            signal.pause()
+        os.kill(host, signal.SIGSTOP)
+        stat = pathlib.Path(f"/proc/{host}/stat")
+        while stat.read_text().rpartition(") ")[2][0] != "T":
+            time.sleep(0.01)
         began = time.monotonic()
-        time.sleep(0.5)
         end = end_of(lambda: ranks.barrier(1))
         return end, time.monotonic() - began
 
 
 def test_a_timeout_is_kept_although_the_store_does_not_answer():
     with RankGang(2) as own:
-        own.start(stopped_host)
+        own.start(stopped_host, own.pids[0])
         (outcome,) = own.outcomes(ranks=[1])
         end, elapsed_s = outcome.value
         assert "did not end within 1 s: the store has not answered" in end
@@ -352,7 +372,7 @@ def test_ranks_that_mean_different_roots_do_not_get_each_others_data(gang):
 def mismatched(rank):
     with coordinator() as ranks:
         ranks.barrier()
-        with pytest.raises(CheckpointError) as caught, ranks.operation("save", 3) as operation:
+        with pytest.raises(CheckpointError) as caught, ranks.operation("save", 6) as operation:
             if rank == 1:
                 operation.all_gather(b"x")
             else:
@@ -381,10 +401,12 @@ def test_rank_0_may_be_done_before_the_others_have_begun(gang):
 
 
 def made_again(rank):
+    import torch.distributed as dist
+
     if rank == 1:
         with pytest.raises(RankTimeoutError):
             TorchCoordinator(timeout_s=0.3)
-    time.sleep(1)
+    dist.barrier()  # else rank 0 might be in time
     with coordinator() as ranks:
         return ranks.all_gather(bytes([rank]))
 
@@ -415,13 +437,20 @@ def test_a_coordinator_that_is_forgotten_ends_its_threads_and_helper_without_gc(
 
 
 def closes_while_others_wait(rank):
+    import torch.distributed as dist
+
     ranks = coordinator()
     ranks.barrier()
+    closing = threading.Timer(0.3, ranks.close)
     if rank == 1:
-        threading.Timer(0.3, ranks.close).start()
+        closing.start()
     if rank == 2:
-        time.sleep(1)
+        dist.barrier()  # rank 1 has left
     end = end_of(ranks.barrier)
+    if rank == 1:
+        closing.join()
+    if rank != 2:
+        dist.barrier()
     ranks.close()
     return end
 
@@ -448,7 +477,8 @@ JOB = """
 import torch.distributed as dist
 from holdfast.coordination import TorchCoordinator
 
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 coordinator = TorchCoordinator()
 for _ in range(5):
     with coordinator.operation("save") as operation:
@@ -459,20 +489,13 @@ for _ in range(5):
 @pytest.mark.parametrize("ending", ["", "coordinator.close()"])
 def test_a_job_of_one_rank_ends_in_good_order(ending):
     done = subprocess.run(
-        [sys.executable, "-c", JOB.replace(":0", f":{free_port()}") + ending],
+        [sys.executable, "-c", JOB + ending],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-
-
-def free_port():
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def aborting(rank):

@@ -202,6 +202,7 @@ def save_async(rank, path, kind):
         future.result()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", AsyncCheckpointerType)
 def test_saves_go_on_in_a_thread_or_a_process(tmp_path, kind):
     with RankGang(2) as gang:

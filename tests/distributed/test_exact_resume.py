@@ -146,6 +146,7 @@ def shown(fell):
     return ", ".join(f"{phase}: {kills}" for phase, kills in fell.items())
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_a_training_that_is_killed_while_it_saves_goes_on_bit_for_bit(
     tmp_path, kind, ranks, record_property

@@ -183,7 +183,7 @@ def test_another_operation_of_a_rank_does_not_hide_for_whom_it_waits(collective,
     waits = []
     for one in (first, other):
         entered.clear()
-        arguments = (b"", 0, 3) if collective == "gather" else (3,)
+        arguments = (b"", 0, 8) if collective == "gather" else (8,)
         waits.append(threads.submit(getattr(one, collective), *arguments))
         assert entered.wait(PATIENCE_S)
     if collective == "gather":

@@ -20,6 +20,8 @@ MARK = "HOLDFAST_RESUME_TEST"
 LIMIT_S = 90.0
 STEPS = 24
 
+pytestmark = pytest.mark.timeout(600)  # a test may take the limit more than once
+
 
 class Launch:
     """One launch of the job, with every process that it has started."""
@@ -111,8 +113,9 @@ def require_exact(told, expected, *, start, end):
 
 
 def test_a_job_that_is_killed_goes_on_when_it_is_launched_again(tmp_path, expected):
-    with Launch(tmp_path, "first", 2) as first:
-        first.wait_for_saving(4 * EVERY)
+    kill_at = 4 * EVERY
+    with Launch(tmp_path, "first", 2, "wait", kill_at) as first:
+        first.wait_for_saving(kill_at)
         first.kill()
     killed = first.told()
     assert not any(each.is_done for each in killed)
@@ -144,7 +147,7 @@ def test_it_goes_on_with_another_number_of_ranks(tmp_path, expected):
 
 def test_a_rank_that_dies_is_restarted_by_torchrun_and_all_go_on(tmp_path, expected):
     died_at = 4 * EVERY
-    with Launch(tmp_path, "job", 2, died_at, restarts=1) as job:
+    with Launch(tmp_path, "job", 2, "die", died_at, restarts=1) as job:
         job.wait()
     before, after = job.told(0), job.told(1)
     assert not any(each.is_done for each in before)

@@ -22,7 +22,8 @@ from holdfast.errors import (
 )
 from holdfast.testing import RankGang
 
-LIVENESS_S = 2.0
+LIVENESS_S = 5.0  # where a rank is stopped; a busy machine keeps one waiting for seconds, too
+CALM_S = 30.0  # where none is
 NOTICED_S = 10.0  # a lost rank is noticed, not waited for; generous for a busy machine
 FOREVER_S = 60.0
 
@@ -33,8 +34,8 @@ def gang():
         yield ranks
 
 
-def coordinator():
-    return TorchCoordinator(liveness_timeout_s=LIVENESS_S, timeout_s=FOREVER_S)
+def coordinator(liveness_s=CALM_S):
+    return TorchCoordinator(liveness_timeout_s=liveness_s, timeout_s=FOREVER_S)
 
 
 def kill_self():
@@ -50,7 +51,8 @@ def raise_ours():
 
 
 def only_check(rank, victim, fault):
-    with coordinator() as ranks, ranks.operation("save") as operation, operation.phase("write"):
+    made = coordinator(LIVENESS_S)
+    with made as ranks, ranks.operation("save") as operation, operation.phase("write"):
         operation.barrier()
         if rank == victim:
             fault()
@@ -74,9 +76,10 @@ def watched_work(rank, victim, fault):
             stopped.append(True)
             raise
 
-    with coordinator() as ranks, ranks.operation("save") as operation, operation.phase("write"):
+    made = coordinator(LIVENESS_S)
+    with made as ranks, ranks.operation("save") as operation, operation.phase("write"):
         operation.barrier()
-        watch = Watch(operation)
+        watch = Watch(operation, grace_s=FOREVER_S)
         try:
             watch.run(work)
         finally:
@@ -139,7 +142,7 @@ def test_checking_disturbs_no_collective(gang):
 def work_too_long(rank):
     with coordinator() as ranks:
         ranks.barrier()  # they come to it at very different times
-        with ranks.operation("save", timeout_s=3) as operation:
+        with ranks.operation("save", timeout_s=6) as operation:
             operation.barrier()
             look_for_long(operation)
 
@@ -156,8 +159,8 @@ def test_an_operation_whose_time_is_over_says_so_on_every_rank(gang):
     for outcome in gang.outcomes(FOREVER_S):
         error = outcome.error.rebuild()
         assert type(error) is OperationTimeoutError
-        assert error.timeout_s == 3
-        assert "operation 'save' did not end within 3 s" in str(error)
+        assert error.timeout_s == 6
+        assert "operation 'save' did not end within 6 s" in str(error)
 
 
 def group_of(rank):
@@ -230,7 +233,7 @@ def test_an_interrupt_stops_the_work_and_waits_for_its_end(operation):
         finally:
             ended.append(True)
 
-    watch = Watch(operation)
+    watch = Watch(operation, grace_s=FOREVER_S)
     with pytest.raises(KeyboardInterrupt) as failure:
         watch.run(work)
     assert ended
@@ -266,7 +269,7 @@ def test_what_the_work_raises_when_it_is_stopped_is_not_lost(operation):
             raise OSError("could not clean up") from None
 
     with pytest.raises(KeyboardInterrupt) as failure:
-        Watch(operation).run(work)
+        Watch(operation, grace_s=FOREVER_S).run(work)
     assert "OSError: could not clean up" in failure.value.__notes__[0]
 
 

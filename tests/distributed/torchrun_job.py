@@ -16,7 +16,7 @@ import msgspec
 from holdfast.coordination import TorchCoordinator
 from holdfast.errors import ErrorRecord, StorageError
 
-LIVENESS_S = 2.0
+LIVENESS_S = 5.0  # a busy machine keeps a rank that runs waiting for seconds, too
 TIMEOUT_S = 60.0
 
 

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 import torch
-from async_tools import MIB, adamw, held, net
+from async_tools import MIB, Gates, HeldStorage, adamw, held, net
 from torch import nn
 
 from holdfast.distributed import DistributedCheckpoint, SaveOptions, keep_last
@@ -25,10 +25,11 @@ from holdfast.storage import LocalStorage
 from holdfast.testing import Fault, FaultyStorage
 
 
-def begun(folder):
+def begun(folder, gates=None):
     """A training whose save cannot be done before the process comes to its end."""
     slow = [Fault("finish", nth, delay_s=0.3) for nth in (1, 2)] + [Fault("create", 2, delay_s=0.2)]
-    ckpt = DistributedCheckpoint(storage=FaultyStorage(LocalStorage(folder), slow))
+    storage = FaultyStorage(LocalStorage(folder), slow)
+    ckpt = DistributedCheckpoint(storage=HeldStorage(storage, gates or Gates()))
     training = adamw()
     training.step()
     torch.save(training.content(), f"{folder}.expected")
@@ -50,8 +51,9 @@ def interrupt(folder):
     """Ctrl-C while the save is waited for. It goes on, and the process with it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.get_ident()
-    with contextlib.suppress(KeyboardInterrupt):
-        ckpt, _ = begun(folder)
+    gates = Gates()
+    with contextlib.suppress(KeyboardInterrupt), gates.at("finish shard"):
+        ckpt, _ = begun(folder, gates)
         threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
         ckpt.wait()
         raise AssertionError("the save was over before the interrupt")
@@ -86,16 +88,17 @@ def vanish(folder):
 
 def fork(folder):
     """While a save is under way; the child, in which nobody saves, closes what it has of it."""
-    slow = [Fault("finish", 1, delay_s=1.0)]
-    ckpt = DistributedCheckpoint(storage=FaultyStorage(LocalStorage(folder), slow))
-    handle = ckpt.save_async(net(), None, SaveOptions(checkpoint_prefix="a"))
-    child = os.fork()
-    if not child:
-        signal.alarm(20)
-        ckpt.close()
-        os._exit(7)
-    assert not handle.done()
-    _, status = os.waitpid(child, 0)
+    gates = Gates()
+    ckpt = DistributedCheckpoint(storage=HeldStorage(LocalStorage(folder), gates))
+    with gates.at("finish shard"):
+        handle = ckpt.save_async(net(), None, SaveOptions(checkpoint_prefix="a"))
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            ckpt.close()
+            os._exit(7)
+        assert not handle.done()
+        _, status = os.waitpid(child, 0)
     handle.result()
     sys.exit(os.waitstatus_to_exitcode(status))
 

@@ -58,11 +58,11 @@ BROKEN = {
 
 
 def main():
-    hostile_files.Limits = lambda **given: _confined.Limits(**given | {"wall_s": 3.0})
-    told = {
-        name: hostile_files.tried(Case(name=name, plant=plant, read=read))[1]
-        for name, read in BROKEN.items()
-    }
+    told = {}
+    for name, read in BROKEN.items():
+        if name == "hangs":  # the others end, however long that takes on a busy machine
+            hostile_files.Limits = lambda **given: _confined.Limits(**given, wall_s=3.0)
+        told[name] = hostile_files.tried(Case(name=name, plant=plant, read=read))[1]
     hostile_files.Limits = _confined.Limits
     small = [case for case in catalog_cases() if "MiB" not in case.name and ",000" not in case.name]
     chosen = random.Random(7).sample(small, 40)

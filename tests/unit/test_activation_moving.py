@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -797,5 +798,7 @@ def test_gradients_of_tensors_that_went_to_the_disk_are_bit_equal(manager, no_gc
         return [bits(parameter.grad) for parameter in model.parameters()]
 
     assert gradients(kept=True) == gradients()
-    assert manager.get_memory_stats().current_memory_used == 0
-    assert manager.get_memory_stats().moved_bytes == 0
+    until = time.monotonic() + WAIT_S
+    while (stats := manager.get_memory_stats()).current_memory_used or stats.moved_bytes:
+        assert time.monotonic() < until, stats
+        time.sleep(0.001)  # the thread that wrote the last may not have let go of it

@@ -504,9 +504,11 @@ def test_impossible_breakers_are_refused_naming_field_and_value(field, value):
 
 
 def test_the_real_clock_is_the_default():
-    breaker = CircuitBreaker(1, 0.05)
+    breaker = CircuitBreaker(1, 3600)
     open_up(breaker, 1)
     with pytest.raises(CircuitOpenError):
         breaker.execute(works)
+    breaker = CircuitBreaker(1, 0.05)
+    open_up(breaker, 1)
     time.sleep(0.06)
     assert breaker.execute(works) == "result"

@@ -11,7 +11,6 @@ import pickle
 import random
 import re
 import threading
-import time
 import weakref
 
 import pytest
@@ -28,6 +27,7 @@ from holdfast.activation._layers.checkpointed import checkpoint_layers
 from holdfast.activation._layers.config import CheckpointConfig
 from holdfast.activation._recomputing.engine import RecomputationEngine
 from holdfast.errors import ClosedError
+from holdfast.testing import FakeClock
 
 WIDTH = 16
 
@@ -737,17 +737,21 @@ def test_forwards_without_a_backward_are_learnt_together():
 
 
 def test_smart_takes_what_frees_most_for_its_time():
+    clock = FakeClock()
+
     class Slow(Block):
         def forward(self, x):
-            time.sleep(0.2)  # far above what a busy machine adds to the others
+            clock.advance(0.2)
             return super().forward(x)
 
     model = made("gpt")
     model.blocks[1].__class__ = model.blocks[3].__class__ = Slow
     config = CheckpointConfig(strategy="smart", target_share=0.4, layers="blocks.*")
-    handle = checkpoint_layers(model, config)
-    train(model, steps=2)
-    assert handle.layers == ("blocks.0", "blocks.2")
+    engine = RecomputationEngine(clock_ns=lambda: round(clock.now() * 1e9))
+    with engine, CheckpointManager(engine=engine) as manager:
+        handle = checkpoint_layers(model, config, manager=manager)
+        train(model, steps=2)
+        assert handle.layers == ("blocks.0", "blocks.2")
 
 
 def test_memory_aware_keeps_all_where_there_is_room():

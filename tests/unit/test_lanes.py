@@ -70,18 +70,22 @@ def test_an_interrupt_within_a_join_does_not_end_the_waiting():
 
 @pytest.fixture
 def interrupts(monkeypatch):
-    """Has whoever waits for a thread be interrupted so often, as by Ctrl-C."""
+    """Has whoever waits for a thread be interrupted so often, as by Ctrl-C. Gives an event that is
+    set when he waits all the same: a thread that ends earlier is not waited for at all."""
     join = threading.Thread.join
 
     def interrupt(times):
         left = [KeyboardInterrupt] * times
+        waits = threading.Event()
 
         def interrupted(thread, timeout=None):
             if left:
                 raise left.pop()
+            waits.set()
             join(thread, timeout)
 
         monkeypatch.setattr(threading.Thread, "join", interrupted)
+        return waits
 
     return interrupt
 
@@ -97,11 +101,12 @@ def test_an_interrupt_is_raised_when_all_threads_have_ended_and_nothing_more_is_
         if item < 2:
             both.wait(30)
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.3)  # by then it is waited for
+            assert waits.wait(30)
+            time.sleep(0.3)  # and goes on
             ended.append(item)
 
     before = threading.active_count()
-    interrupts(times)
+    waits = interrupts(times)
     with pytest.raises(KeyboardInterrupt):
         run_all(range(2), run, lanes=2)
     assert threading.active_count() == before
@@ -148,12 +153,16 @@ def test_what_must_be_done_is_begun_anew_and_the_first_interrupt_is_raised_then(
 
 
 class Slow(System):
-    """Reads and writes only after a while, in threads that are not the main one. Notes who is
-    about to when a file is closed: its descriptor may be another file's by then."""
+    """Reads and writes only a while after ``begin``, in threads that are not the main one. Notes
+    who is about to when a file is closed: its descriptor may be another file's by then."""
 
-    def __init__(self):
-        self.busy = set()
+    def __init__(self, begin):
+        self._begin = begin
+        self.busy = []  # threads of one kind have one name
         self.closed_under = []
+
+    def is_cached(self, fd, offset, size):
+        return True  # so that it is read on threads that are waited for by a join
 
     def read_parts(self, fd, into, offset):
         with self._slowly(fd):
@@ -170,8 +179,9 @@ class Slow(System):
     @contextlib.contextmanager
     def _slowly(self, fd):
         mine = fd, threading.current_thread().name
-        self.busy.add(mine)
+        self.busy.append(mine)
         if threading.current_thread() is not threading.main_thread():
+            assert self._begin.wait(30)
             time.sleep(0.3)
         yield
         self.busy.remove(mine)
@@ -181,8 +191,7 @@ def test_nobody_reads_for_a_read_that_was_interrupted(tmp_path, interrupts):
     size = 4 * BUFFER_BYTES
     LocalStorage(tmp_path).create("a", b"a" * size)
     data = bytearray(size)
-    slow = Slow()
-    interrupts(1)
+    slow = Slow(interrupts(1))
     with pytest.raises(KeyboardInterrupt):
         LocalStorage(tmp_path, system=slow).read_into(
             "a", [ReadRange(start=0, into=memoryview(data))]
@@ -195,9 +204,8 @@ def test_nobody_reads_for_a_read_that_was_interrupted(tmp_path, interrupts):
 def test_nobody_writes_for_a_writer_that_was_interrupted_and_nothing_is_left(
     tmp_path, interrupts, end
 ):
-    slow = Slow()
+    slow = Slow(interrupts(1))
     storage = LocalStorage(tmp_path, system=slow)
-    interrupts(1)
     with pytest.raises(KeyboardInterrupt), storage.open_writer("a") as writer:
         for at in range(4):
             writer.write_at(at * BUFFER_BYTES, bytes(BUFFER_BYTES))

@@ -14,7 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordination._beacon import BEAT, BYE, DEAD, GONE, LEFT, RUNNING, SILENT, Table
+from holdfast.coordination import _liveness
+from holdfast.coordination._beacon import (
+    BEAT,
+    BYE,
+    DEAD,
+    GONE,
+    HANDSHAKE_S,
+    LEFT,
+    RUNNING,
+    SILENT,
+    Table,
+)
 from holdfast.coordination._liveness import UNWATCHED, Liveness
 from holdfast.errors import CoordinationError
 
@@ -23,8 +34,11 @@ WORLD_SIZE = 4
 # Long enough that nobody falls silent in a test that is not about silence: what is noticed
 # there was noticed by a connection that closed.
 LONG_S = 60.0
-SHORT_S = 1.0
-SOON_S = 10.0
+# A helper that gets no processor for three quarters of it is silent, though nobody stopped it.
+SHORT_S = 3.0
+SOON_S = 30.0
+# Whoever a hub has not dealt with by HANDSHAKE_S it lets go in any case.
+AT_ONCE_S = 0.9 * HANDSHAKE_S
 
 
 # The table
@@ -112,6 +126,13 @@ def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def wait_for_listeners():
+    """A thread of an earlier test may be about to close its pipe, and would be counted."""
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-liveness":
+            thread.join(SOON_S)
+
+
 def soon(condition, within_s=SOON_S):
     until = time.monotonic() + within_s
     while not condition():
@@ -185,14 +206,20 @@ def test_every_rank_learns_who_has_joined_also_those_who_came_before(ranks):
     assert [one.lost() for one in (hub, one, three)] == [{}, {}, {}]
 
 
-def test_a_rank_that_closes_has_left(ranks):
+def test_a_rank_that_closes_has_left(ranks, monkeypatch):
+    # A helper that has not said its goodbye by then is killed, and its rank dead.
+    monkeypatch.setattr(_liveness, "GOODBYE_S", SOON_S)
     everyone = ranks.all()
     everyone[2].close()
     assert soon(lambda: all(everyone[rank].lost() == {2: LEFT} for rank in (0, 1, 3)))
     assert everyone[0].joined() == {0, 1, 2, 3}  # it did join
 
 
-def test_a_hub_that_closes_has_left_at_once_and_serves_until_the_others_have_gone(ranks):
+def test_a_hub_that_closes_has_left_at_once_and_serves_until_the_others_have_gone(
+    ranks, monkeypatch
+):
+    monkeypatch.setattr(_liveness, "GOODBYE_S", SOON_S)
+    monkeypatch.setattr(_liveness, "LINGER_S", LONG_S)  # so that it was not killed when it ends
     everyone = ranks.all()
     closing = threading.Thread(target=everyone[0].close)
     closing.start()
@@ -266,7 +293,7 @@ def test_a_hub_that_was_stopped_itself_accuses_nobody_of_silence(ranks):
 def connected(hub, *, rank=None, hello=None, token=TOKEN):
     if rank is not None:
         hello = json.dumps({"token": token, "rank": rank}).encode() + b"\n"
-    with socket.create_connection(hub.address, timeout=SOON_S) as sock:
+    with socket.create_connection(hub.address, timeout=AT_ONCE_S) as sock:
         if hello:
             sock.sendall(hello)
         yield sock
@@ -277,8 +304,10 @@ def test_a_peer_is_greeted_with_what_is_known(ranks):
     hub = ranks.join(0)
     with connected(hub, rank=2) as two:
         assert soon(lambda: hub.joined() == {0, 2})
-        time.sleep(0.1)
-        assert set(two.recv(65536).split(b"\n")) == {b"running 0", b"running 2", b""}
+        heard = b""
+        while b"\n\n" not in heard:  # the next beat, an empty line: by then all was said
+            heard += two.recv(65536)
+        assert set(heard.split(b"\n")) == {b"running 0", b"running 2", b""}
     assert soon(lambda: hub.lost() == {2: DEAD})
 
 
@@ -338,7 +367,7 @@ def test_many_strangers_at_once_do_not_keep_a_rank_out(ranks):
         for _ in range(200):
             stack.enter_context(connected(hub))
         one = ranks.join(1, hub=hub)
-        assert soon(lambda: hub.joined() == one.joined() == {0, 1})
+        assert soon(lambda: hub.joined() == one.joined() == {0, 1}, AT_ONCE_S)
         began = time.monotonic()
         one.close()
         hub.close()
@@ -394,6 +423,7 @@ def test_a_hub_listens_on_ipv6_too():
 def test_a_hub_that_cannot_be_reached_is_an_error_and_leaves_nothing_behind():
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = server.getsockname()
+    wait_for_listeners()
     before, files = children(), open_files()
     with pytest.raises(CoordinationError, match="helper of rank 1 could not start") as caught:
         Liveness(rank=1, world_size=2, token=TOKEN, bind="", hub=nobody, timeout_s=LONG_S)
@@ -403,6 +433,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_and_leaves_nothing_behind():
 
 
 def test_opening_and_closing_leaves_no_process_and_no_file(ranks):
+    wait_for_listeners()
     hub = ranks.join(0)
     processes, files = children(), open_files()
     for _ in range(20):
@@ -427,6 +458,7 @@ def test_closing_ends_a_helper_that_was_stopped_or_killed(ranks):
 
 
 def test_a_forgotten_liveness_ends_its_helper():
+    wait_for_listeners()
     before, files = children(), open_files()
     liveness = Liveness(
         rank=0, world_size=2, token=TOKEN, bind="127.0.0.1", hub=None, timeout_s=LONG_S

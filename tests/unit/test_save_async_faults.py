@@ -17,7 +17,7 @@ from async_tools import SOON_S, Training, adamw, held, net, require_same
 from torch import nn
 
 import holdfast
-from holdfast.distributed import DistributedCheckpoint, SaveOptions
+from holdfast.distributed import DistributedCheckpoint, SaveOptions, _aftermath
 from holdfast.distributed._pool import LEAST_BYTES
 from holdfast.errors import (
     CheckpointExistsError,
@@ -30,6 +30,11 @@ from holdfast.errors import (
     TornSnapshotError,
 )
 from holdfast.testing import Fault, FaultyStorage
+
+
+@pytest.fixture(autouse=True)
+def _what_failed_is_removed_however_long_it_takes(monkeypatch):
+    monkeypatch.setattr(_aftermath, "_CLEAN_S", SOON_S)
 
 
 class Odd(nn.Module):

@@ -24,6 +24,8 @@ from holdfast.testing import Fault, FaultyStorage
 
 CASES = Path(__file__).with_name("exit_cases.py")
 
+ending = pytest.mark.timeout(600)  # the first to use ``ended`` waits for all of it
+
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
@@ -31,7 +33,7 @@ def ended(tmp_path_factory):
     was printed."""
     root = tmp_path_factory.mktemp("ended")
     done = subprocess.run(
-        [sys.executable, CASES, root], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, CASES, root], capture_output=True, text=True, timeout=500, check=True
     )
     assert done.stderr == ""
     return {
@@ -40,6 +42,7 @@ def ended(tmp_path_factory):
     }
 
 
+@ending
 @pytest.mark.parametrize(
     ("last", "code"),
     [("end", 0), ("leave", 3), ("step", 0), ("step_in_thread", 0), ("interrupt", 0), ("fail", 1)],
@@ -57,6 +60,7 @@ def test_a_process_does_not_end_before_its_save(last, code, ended):
         require_same(adamw(50).load(ckpt, "a"), torch.load(f"{folder}.expected"))
 
 
+@ending
 def test_nor_before_another_that_waits_for_it(ended):
     folder, code, printed = ended["save_again"]
     assert (code, printed) == (0, "")
@@ -65,6 +69,7 @@ def test_nor_before_another_that_waits_for_it(ended):
     assert all(catalog.verify(name).is_intact for name in "ab")
 
 
+@ending
 def test_a_process_that_vanished_left_no_checkpoint_and_no_damage(ended):
     folder, code, _ = ended["vanish"]
     assert code == 5
@@ -75,12 +80,14 @@ def test_a_process_that_vanished_left_no_checkpoint_and_no_damage(ended):
         assert ckpt.catalog.verify("a").is_intact
 
 
+@ending
 def test_a_fork_does_not_wait_for_a_save_of_which_it_has_no_thread(ended):
     folder, code, printed = ended["fork"]
     assert (code, printed) == (7, "")
     assert Catalog(folder).verify("a").is_intact
 
 
+@ending
 def test_an_error_that_nobody_asked_for_is_told_at_the_end(ended):
     """As Python tells of one that has ended a thread."""
     folder, code, printed = ended["never_ask"]
@@ -99,6 +106,9 @@ def refs_of(training):
 
 
 def gone(refs):
+    for thread in threading.enumerate():
+        if thread.name in ("holdfast-copy", "holdfast-work"):
+            thread.join(SOON_S)  # it may be a moment behind, and still hold what it worked on
     gc.collect()
     return all(ref() is None for ref in refs)
 
@@ -158,6 +168,7 @@ def test_no_thread_stays_and_one_hook(tmp_path):
     assert len(_global_optimizer_pre_hooks) >= 1
 
 
+@ending
 def test_fifty_saves_take_no_more_memory_than_three(ended):
     """One copy of the state that stays behind would be 14 MiB each time."""
     folder, code, printed = ended["save_fifty_times"]
@@ -167,6 +178,7 @@ def test_fifty_saves_take_no_more_memory_than_three(ended):
     assert info.step == 49
 
 
+@ending
 def test_where_no_memory_is_to_be_had_copies_go_through_what_there_is(ended):
     folder, code, printed = ended["have_no_memory"]
     assert code == 0, printed

@@ -1,5 +1,7 @@
 """What the wrappers add: retries, deadlines, a breaker, a rate; and the faults that show it."""
 
+import concurrent.futures
+import contextlib
 import logging
 import subprocess
 import sys
@@ -85,10 +87,12 @@ class Stuck(MemoryStorage):
         super().__init__()
         self.stuck = set(stuck)
         self.go = threading.Event()
+        self.hangs = threading.Event()
         self.aborted = threading.Event()
 
     def wait_in(self, name):
         if name in self.stuck:
+            self.hangs.set()
             assert self.go.wait(60)
 
     def open_writer(self, key, *, size_bytes=None):
@@ -138,6 +142,23 @@ class StuckWriter:
         self.storage.wait_in("abort")
         self.writer.abort()
         self.storage.aborted.set()
+
+
+@contextlib.contextmanager
+def late_only_where_it(hangs):
+    """A deadline passes when the call hangs, and sets the event: neither before it has begun nor
+    where it does not hang, however long the machine stands still."""
+
+    def wait(outcomes, timeout_s):
+        assert timeout_s == SOON
+        while not all(outcome.done() for outcome in outcomes):
+            if hangs.wait(0.001):
+                hangs.clear()
+                return
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(concurrent.futures, "wait", wait)
+        yield
 
 
 @pytest.mark.parametrize(
@@ -376,7 +397,10 @@ class TestDeadlined:
     @pytest.mark.parametrize("method", ["write_at", "finish"])
     def test_a_writer_is_closed_by_a_late_call_and_tidied_up_behind_it(self, method):
         stuck = Stuck(method)
-        with deadlined(stuck, SOON).open_writer("a") as writer:
+        with (
+            late_only_where_it(stuck.hangs),
+            deadlined(stuck, SOON).open_writer("a") as writer,
+        ):
             with pytest.raises(OperationTimeoutError, match=f"{method} of 'a'"):
                 writer.write_at(0, b"x")
                 writer.finish()
@@ -393,10 +417,11 @@ class TestDeadlined:
 
     def test_abort_is_bounded_too(self):
         stuck = Stuck("abort")
-        writer = deadlined(stuck, SOON).open_writer("a")
-        with pytest.raises(OperationTimeoutError, match="abort of 'a'"):
+        with late_only_where_it(stuck.hangs):
+            writer = deadlined(stuck, SOON).open_writer("a")
+            with pytest.raises(OperationTimeoutError, match="abort of 'a'"):
+                writer.abort()
             writer.abort()
-        writer.abort()
         stuck.go.set()
         assert stuck.aborted.wait(10)
 
@@ -411,9 +436,10 @@ class TestDeadlined:
                 raise StorageError("the disk is gone")
 
         stuck = Broken("write_at")
-        writer = deadlined(stuck, SOON).open_writer("a")
-        with caplog.at_level(logging.DEBUG), pytest.raises(OperationTimeoutError):
-            writer.write_at(0, b"x")
+        with late_only_where_it(stuck.hangs):
+            writer = deadlined(stuck, SOON).open_writer("a")
+            with caplog.at_level(logging.DEBUG), pytest.raises(OperationTimeoutError):
+                writer.write_at(0, b"x")
         with caplog.at_level(logging.DEBUG):
             stuck.go.set()
             assert stuck.aborted.wait(10)
@@ -422,7 +448,8 @@ class TestDeadlined:
 
     def test_a_call_that_waits_for_a_late_one_never_begins(self):
         stuck = Stuck("write_at")
-        writer = deadlined(stuck, SOON).open_writer("a")
+        with late_only_where_it(stuck.hangs):
+            writer = deadlined(stuck, SOON).open_writer("a")
         refused = []
 
         def write():
@@ -444,7 +471,8 @@ class TestDeadlined:
 
     def test_a_writer_that_was_opened_late_is_aborted(self):
         stuck = Stuck("open_writer")
-        with pytest.raises(OperationTimeoutError, match="open_writer of 'a'"):
+        late = pytest.raises(OperationTimeoutError, match="open_writer of 'a'")
+        with late_only_where_it(stuck.hangs), late:
             deadlined(stuck, SOON).open_writer("a")
         stuck.go.set()
         assert stuck.aborted.wait(10)
@@ -644,10 +672,11 @@ class TestLimited:
 
 class TestTogether:
     def test_reads_that_hang_or_fail_are_tried_again(self):
-        go = threading.Event()
+        go, hangs = threading.Event(), threading.Event()
 
         class UntilGo(FakeClock):
             def sleep(self, seconds):
+                hangs.set()
                 go.wait(60)
 
         faults = [Fault("read", 1, delay_s=60), Fault("read", 2, passing())]
@@ -655,7 +684,8 @@ class TestTogether:
         faulty.create("a", b"x")
         breaker = CircuitBreaker()
         storage = retrying(breaking(deadlined(faulty, SOON), breaker), clock=FakeClock())
-        assert storage.read("a") == b"x"
+        with late_only_where_it(hangs):
+            assert storage.read("a") == b"x"
         go.set()
         assert [call.method for call in faulty.calls] == ["create", "read", "read", "read"]
         assert breaker.state is CircuitState.CLOSED
