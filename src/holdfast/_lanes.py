@@ -1,15 +1,73 @@
 """Runs pieces of work side by side on a few threads. Knows nothing of what they are."""
 
 import itertools
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, final
 
 T = TypeVar("T")
 
-_POLL_S: Final = 0.001
+_LOOK_S: Final = 0.02
+_GONE_S: Final = 1.0
+
+
+@final
+class Lane(threading.Thread):
+    """A thread that says by itself when its work is over.
+
+    Of others nobody knows for sure. Before Python 3.13 one whose ``join`` or ``is_alive`` was
+    interrupted says that it has ended, and runs on; from then on ``join`` blocks for ever while the
+    interpreter exits; and a thread cannot end while ``threading`` makes a list of all, which is
+    where garbage may be collected that waits for it.
+    """
+
+    def __init__(
+        self,
+        work: Callable[..., object],
+        *args: Any,
+        name: str,
+        daemon: bool = False,
+    ) -> None:
+        super().__init__(target=work, args=args, name=name, daemon=daemon)
+        self._process = os.getpid()
+        self._is_over = False
+        self._bell = threading.Lock()
+        self._bell.acquire()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._is_over = True
+            self._bell.release()
+
+    def is_at_work(self) -> bool:
+        """Whether it was begun, and its work is not over. While the interpreter exits, and in a
+        fork, no thread goes on but the one that asks."""
+        return (
+            self.ident is not None
+            and not self._is_over
+            and os.getpid() == self._process
+            and not sys.is_finalizing()
+        )
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until it is not at work, or for up to that time. Returns whether it is not."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.is_at_work():
+            left_s = _LOOK_S if until_s is None else until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._bell.acquire(timeout=min(left_s, _LOOK_S))  # it rings for one of those who wait
+        return True
+
+    def wait_until_gone(self) -> None:
+        """Once its work is over: for a moment, so that who counts threads does not find it."""
+        if self._is_over and not sys.is_finalizing():
+            self.join(_GONE_S)
 
 
 def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
@@ -41,7 +99,7 @@ def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
         with lock:
             return None if over.is_set() else next(items, None)
 
-    threads: list[threading.Thread] = []
+    threads: list[Lane] = []
     try:
         _start(threads, lane, len(head) - 1)
         lane()
@@ -60,25 +118,23 @@ def run_all(work: Iterable[T], run: Callable[[T], None], *, lanes: int) -> None:
             errors.clear()  # or the error and the frames that it knows would keep each other alive
 
 
-def join_all(threads: Collection[threading.Thread]) -> None:
-    """Wait until all of these have ended, whatever interrupts this thread: they use memory and
-    descriptors that their caller will use for something else. The first interrupt is raised
+def join_all(lanes: Collection[Lane]) -> None:
+    """Wait until the work of all of these is over, whatever interrupts this thread: they use memory
+    and descriptors that their caller will use for something else. The first interrupt is raised
     then, or ``RuntimeError`` if this thread is one of them."""
     this = threading.current_thread()
+    others = [lane for lane in lanes if lane is not this]
 
-    def join() -> None:
-        for thread in threads:
-            if thread is not this and not sys.is_finalizing() and thread.is_alive():
-                thread.join()
-            # Before Python 3.13 a thread whose join was interrupted says that it has ended. While
-            # the interpreter exits no thread but this goes on, and from 3.13 on none has ended.
-            while thread is not this and thread.ident and not sys.is_finalizing():
-                if thread not in threading.enumerate():
-                    break
-                time.sleep(_POLL_S)
+    def wait() -> None:
+        # Again and again: one whose start failed may begin meanwhile all the same.
+        while any(lane.is_at_work() for lane in others):
+            for lane in others:
+                lane.wait()
+        for lane in others:
+            lane.wait_until_gone()
 
-    uninterrupted(join)
-    if this in threads:
+    uninterrupted(wait)
+    if len(others) < len(lanes):
         raise RuntimeError("a thread cannot wait for itself")
 
 
@@ -99,10 +155,10 @@ def uninterrupted(work: Callable[[], None]) -> None:
             del first  # or the interrupt and the frames that it knows keep each other alive
 
 
-def _start(threads: list[threading.Thread], lane: Callable[[], None], count: int) -> None:
+def _start(threads: list[Lane], lane: Callable[[], None], count: int) -> None:
     """Start as many threads as are to be had: there are none while the interpreter exits."""
     for _ in range(count):
-        thread = threading.Thread(target=lane, name="holdfast-lane")
+        thread = Lane(lane, name="holdfast-lane")
         threads.append(thread)
         try:
             thread.start()

@@ -134,6 +134,26 @@ def test_a_forgotten_writer_leaves_no_file_no_thread_and_no_descriptor(tmp_path,
     assert (descriptors(tmp_path), files(tmp_path), writing_threads()) == ([], ["kept"], [])
 
 
+def test_a_writer_that_is_collected_while_no_thread_can_end_is_dropped_too(tmp_path):
+    """As within threading.enumerate(), which makes a list and has a lock that threads end with."""
+    done = run(
+        f"""
+        import gc, threading
+        gc.disable()
+        cycle = [storage.open_writer("a")]
+        cycle[0].write_at(0, bytes({LARGE}))
+        cycle.append(cycle)
+        del cycle
+        with threading._active_limbo_lock:
+            gc.collect()
+        print("went on")
+        """,
+        tmp_path,
+    )
+    assert (done.stdout, done.returncode, done.stderr) == ("went on\n", 0, "")
+    assert files(tmp_path) == []
+
+
 class CollectsWhileWriting(System):
     """Has garbage collected in the thread that writes, in the middle of a write."""
 

@@ -7,9 +7,9 @@ import threading
 import time
 
 import pytest
-from interrupt_tools import wait_until_it_joins
+from interrupt_tools import wait_until_it_waits
 
-from holdfast._lanes import join_all, run_all, uninterrupted
+from holdfast._lanes import Lane, join_all, run_all, uninterrupted
 from holdfast.contracts import ReadRange
 from holdfast.storage import LocalStorage
 from holdfast.storage._streams import BUFFER_BYTES
@@ -51,14 +51,13 @@ def test_after_an_error_nothing_is_begun_and_the_first_is_raised():
     assert begun == [0]
 
 
-def test_an_interrupt_within_a_join_does_not_end_the_waiting():
-    """Before Python 3.13 a thread says after it that it has ended, and runs on."""
+def test_an_interrupt_within_the_waiting_does_not_end_it():
     ended, both, main = [], threading.Barrier(2), threading.main_thread().ident
 
     def run(item):
         both.wait(30)
         if threading.current_thread() is not threading.main_thread():
-            wait_until_it_joins(main)
+            wait_until_it_waits(main)
             signal.pthread_kill(main, signal.SIGINT)
             time.sleep(0.5)
             ended.append(item)
@@ -72,19 +71,19 @@ def test_an_interrupt_within_a_join_does_not_end_the_waiting():
 def interrupts(monkeypatch):
     """Has whoever waits for a thread be interrupted so often, as by Ctrl-C. Gives an event that is
     set when he waits all the same: a thread that ends earlier is not waited for at all."""
-    join = threading.Thread.join
+    wait = Lane.wait
 
     def interrupt(times):
         left = [KeyboardInterrupt] * times
         waits = threading.Event()
 
-        def interrupted(thread, timeout=None):
+        def interrupted(lane, timeout_s=None):
             if left:
                 raise left.pop()
             waits.set()
-            join(thread, timeout)
+            return wait(lane, timeout_s)
 
-        monkeypatch.setattr(threading.Thread, "join", interrupted)
+        monkeypatch.setattr(Lane, "wait", interrupted)
         return waits
 
     return interrupt
@@ -132,11 +131,45 @@ def test_an_interrupt_while_the_others_start_leaves_nothing_to_them(monkeypatch)
 
 
 def test_a_thread_that_would_wait_for_itself_is_told_when_the_others_have_ended():
-    other = threading.Thread(target=time.sleep, args=(0.2,))
+    told = []
+
+    def wait():
+        try:
+            join_all([this, other])
+        except RuntimeError as error:
+            told.extend([str(error), other.is_at_work()])
+
+    other = Lane(time.sleep, 0.2, name="other")
+    this = Lane(wait, name="this")
     other.start()
-    with pytest.raises(RuntimeError, match="a thread cannot wait for itself"):
-        join_all([threading.current_thread(), other])
-    assert not other.is_alive()
+    this.start()
+    assert this.wait(30)
+    assert told == ["a thread cannot wait for itself", False]
+
+
+def test_a_wait_that_is_bounded_says_whether_the_work_is_over():
+    end = threading.Event()
+    lane = Lane(end.wait, 30, name="lane")
+    assert lane.wait(0)  # not begun
+    lane.start()
+    assert not lane.wait(0)
+    assert not lane.wait(0.05)
+    end.set()
+    assert lane.wait(30)
+    assert lane.wait()
+
+
+def test_all_who_wait_for_one_thread_go_on():
+    end, gone_on = threading.Event(), []
+    lane = Lane(end.wait, 30, name="lane")
+    lane.start()
+    waiters = [threading.Thread(target=lambda: gone_on.append(lane.wait(30))) for _ in range(4)]
+    for waiter in waiters:
+        waiter.start()
+    end.set()
+    for waiter in waiters:
+        waiter.join(30)
+    assert gone_on == [True] * 4
 
 
 def test_what_must_be_done_is_begun_anew_and_the_first_interrupt_is_raised_then():
@@ -212,3 +245,31 @@ def test_nobody_writes_for_a_writer_that_was_interrupted_and_nothing_is_left(
         getattr(writer, end)()
     assert slow.closed_under == []
     assert [path.name for path in tmp_path.rglob("*") if path.stat().st_size] == []
+
+
+def test_a_thread_that_began_although_its_start_failed_is_waited_for(tmp_path, monkeypatch):
+    """As for lack of memory once the system has made it."""
+    start, failed, wrote = threading.Thread.start, [], []
+
+    def failing(thread):
+        start(thread)
+        if not failed:
+            failed.append(thread)
+            raise MemoryError
+
+    class SlowThreads(System):
+        def write(self, fd, data, offset):
+            this = threading.current_thread()
+            if this is not threading.main_thread():
+                time.sleep(0.6 if this in failed else 0.1)
+                wrote.append(this)
+            return super().write(fd, data, offset)
+
+    storage = LocalStorage(tmp_path, system=SlowThreads())
+    data = bytes(range(256)) * (8 * BUFFER_BYTES // 256)
+    with monkeypatch.context() as patched, storage.open_writer("a") as writer:
+        patched.setattr(threading.Thread, "start", failing)
+        writer.write_at(0, data)
+        writer.finish()
+    assert failed[0] in wrote
+    assert storage.read("a") == data

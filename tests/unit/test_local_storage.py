@@ -16,7 +16,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupt_tools import wait_until_it_joins
+from interrupt_tools import wait_until_it_waits
 
 from holdfast.contracts import ReadRange
 from holdfast.errors import NoSpaceError, ObjectChangedError, StorageError, TransientStorageError
@@ -543,7 +543,7 @@ def test_an_interrupt_while_a_writer_is_given_up_leaves_no_write_under_way(tmp_p
         def write(self, fd, data, offset):
             before = os.fstat(fd)
             begun.set()
-            wait_until_it_joins(main)
+            wait_until_it_waits(main)
             signal.pthread_kill(main, signal.SIGINT)
             time.sleep(0.5)
             ended.append(os.fstat(fd) == before)

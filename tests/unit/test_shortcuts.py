@@ -1,6 +1,7 @@
 """``holdfast.save`` and ``holdfast.load``: any state in one line, with torch and without."""
 
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import holdfast
 from holdfast._shortcuts import split_path
 from holdfast.catalog import Catalog
 from holdfast.distributed import CheckpointOptions, DistributedCheckpoint, LoadOptions, SaveOptions
+from holdfast.distributed._shortcuts import save_tree
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -343,3 +345,60 @@ def test_as_numpy_refuses_what_it_would_not_read(tmp_path, option):
     holdfast.save({"x": 1}, tmp_path / "a")
     with pytest.raises(ValueError, match="as_numpy goes with no other option than include"):
         holdfast.load(tmp_path / "a", as_numpy=True, **option)
+
+
+def nested(root, folder="run/"):
+    """A store with a folder of checkpoints, one of which needs files of another."""
+    state = {"a": torch.arange(65536.0)}
+    with DistributedCheckpoint(storage=root) as ckpt:
+        for name in ("one", "two"):
+            prefix = f"{folder}{name}"
+            options = SaveOptions(
+                checkpoint_prefix=prefix, incremental=True, include_rng_state=False
+            )
+            save_tree(ckpt, state, options)
+    assert not list((root / folder / "two").glob("shard*"))
+    return state
+
+
+def stores_in(root):
+    return [path.parent for path in root.rglob(".holdfast.lock")]
+
+
+@pytest.mark.parametrize("form", [str, Path, "file://{}".format])
+def test_a_folder_of_a_store_does_not_become_another_by_a_save(tmp_path, form):
+    """Who cleans that up would not see who refers to its files."""
+    state = nested(tmp_path)
+    assert holdfast.save(state, form(tmp_path / "run" / "three"), incremental=True) == "run/three"
+    assert stores_in(tmp_path) == [tmp_path]
+    assert not list((tmp_path / "run" / "three").glob("shard*"))
+    Catalog(tmp_path).delete("run/one")
+    Catalog(tmp_path).gc()
+    assert torch.equal(holdfast.load(form(tmp_path / "run" / "three"))["a"], state["a"])
+
+
+def test_a_new_folder_in_a_store_and_one_that_is_a_store_are_stores(tmp_path):
+    nested(tmp_path)
+    for name in ("new/one", "new/two"):
+        path = tmp_path / name
+        assert holdfast.save({}, path) == path.name
+    assert sorted(stores_in(tmp_path)) == [tmp_path, tmp_path / "new"]
+
+
+@pytest.mark.parametrize("as_numpy", [False, True])
+def test_a_checkpoint_is_loaded_by_its_path_wherever_its_store_begins(tmp_path, as_numpy):
+    state = nested(tmp_path / "store")
+    nested(tmp_path / "other", folder="")
+    for name in ("one", "two"):  # without the lock file, so that nothing says where a store begins
+        shutil.copytree(tmp_path / "other" / name, tmp_path / "store" / "copied" / name)
+    for name in ("run/one", "run/two", "copied/one", "copied/two"):
+        found = holdfast.load(tmp_path / "store" / name, as_numpy=as_numpy)["a"]
+        assert np.array_equal(found, state["a"]), name
+
+
+def test_what_is_missing_is_told_by_the_path_that_was_given(tmp_path):
+    nested(tmp_path)
+    for path in (tmp_path / "run" / "one").glob("shard*"):
+        path.unlink()
+    with pytest.raises(ValidationError, match=r"run/one/shard-0-[^ ]*: this file of the check"):
+        holdfast.load(tmp_path / "run" / "two")

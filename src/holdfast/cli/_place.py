@@ -18,11 +18,12 @@ from urllib.parse import unquote, urlsplit
 from holdfast.catalog import Catalog, OpenCheckpoint
 from holdfast.catalog._committed import Foreign, Found, look
 from holdfast.catalog._names import is_own_name
+from holdfast.catalog._stores import has_files
 from holdfast.cli._exits import MisuseError, NothingThereError
 from holdfast.cli._glance import glance
 from holdfast.cli._text import say
-from holdfast.contracts import COMMIT_RECORD, Storage
-from holdfast.errors import CorruptedError, IncompatibleVersionError, ObjectNotFoundError
+from holdfast.contracts import COMMIT_RECORD
+from holdfast.errors import CorruptedError, IncompatibleVersionError
 from holdfast.resilience import RetryPolicy
 from holdfast.storage import open_storage
 from holdfast.storage._roots import ROOT_MARK, roots_above
@@ -197,17 +198,6 @@ def _settled(names: Sequence[tuple[str, str]], *, sure: bool) -> Place | None:
         return None if found is None else first
     for root, other in names:
         here = catalog_at(root)
-        if _has_files(here.storage, found):
+        if has_files(here.storage, found):
             return Place(catalog=here, name=other, found=replace(found, prefix=other), sure=sure)
     return replace(first, found=found)
-
-
-def _has_files(storage: Storage, found: Found) -> bool:
-    """Whether one file of every other checkpoint that the record refers to is there."""
-    others = {file.prefix: file.name for file in found.record.files if file.prefix is not None}
-    for prefix, name in others.items():
-        try:
-            storage.stat(f"{prefix}/{name}")
-        except (ObjectNotFoundError, ValueError):
-            return False
-    return True

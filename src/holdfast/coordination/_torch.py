@@ -231,8 +231,9 @@ class TorchCoordinator(GroupCoordinator):
         served = False
         try:
             with turns.serve(turn, limit_s), self._channel() as channel:
+                shared = exchange(channel)
                 served = True
-                yield exchange(channel)
+                yield shared
         except BaseException as error:
             if is_shared and not served:  # the others must not wait for what this rank gave up
                 record = ErrorRecord.of(error, rank=self._rank, phase=title)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal, NoReturn
 
-from holdfast._lanes import join_all
+from holdfast._lanes import Lane, join_all
 from holdfast.distributed._handle import Promise, SaveHandle
 from holdfast.distributed._preparing import Looked, Request
 from holdfast.distributed._save import Saving
@@ -45,8 +45,7 @@ class Saves:
         self._tools = tools
         self._snapshots = snapshots
         self._on_save = on_save
-        self._thread: threading.Thread | None = None
-        self._over = threading.Event()  # the last thread has done its work
+        self._thread: Lane | None = None
         self._last: list[Promise] = []
         weakref.finalize(self, _report_unseen, self._last)
 
@@ -119,10 +118,7 @@ class Saves:
             )
         thread = self._thread
         if thread is not None and _has_started(thread):
-            # Not join: before Python 3.13 a thread whose join was interrupted says that it has
-            # ended, to the interpreter as well, which would exit in the middle of a save. In a fork
-            # there is no thread, and nobody would ever say that it is over.
-            if thread in threading.enumerate() and not self._over.wait(timeout_s):
+            if not thread.wait(timeout_s):
                 return False
             join_all([thread])
         self._thread = None
@@ -152,15 +148,7 @@ class Saves:
     def _run(self, job: "_Job") -> None:
         """Have a thread save, once it may begin. Not a daemon: the interpreter waits for it before
         it exits."""
-        over = self._over = threading.Event()
-
-        def work() -> None:
-            try:
-                self._work(job)
-            finally:
-                over.set()
-
-        self._thread = threading.Thread(target=work, name="holdfast-save", daemon=False)
+        self._thread = Lane(self._work, job, name="holdfast-save")
         self._last[:] = [job.promise]
         try:
             self._thread.start()
@@ -270,10 +258,10 @@ class _Job:
             self._asleep.acquire(timeout=_LOOK_S)
 
 
-def _has_started(thread: threading.Thread) -> bool:
+def _has_started(thread: Lane) -> bool:
     """Whether a thread runs or ran. One whose start was interrupted may be about to."""
     until_s = time.monotonic() + _START_S
-    while thread.ident is None or not thread._started.is_set():  # type: ignore[attr-defined]  # noqa: SLF001 -- join() asks just this
+    while thread.ident is None:
         if time.monotonic() > until_s:
             return False
         time.sleep(0.001)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 
 from holdfast import _checks
-from holdfast._lanes import join_all
+from holdfast._lanes import Lane, join_all
 from holdfast.format._codecs import CompressionLevel, compress_chunk
 
 
@@ -52,7 +52,7 @@ def _run(
         return
     work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
     stop = threading.Event()
-    workers: list[threading.Thread] = []
+    workers: list[Lane] = []
     ahead: deque[_Job] = deque()
     try:
         for dtype, chunk in chunks:
@@ -61,9 +61,7 @@ def _run(
             work.put(job)
             if len(workers) < threads:
                 name = f"holdfast-compress-{len(workers)}"
-                worker = threading.Thread(
-                    target=_serve, args=(work, stop, level), name=name, daemon=True
-                )
+                worker = Lane(_serve, work, stop, level, name=name, daemon=True)
                 workers.append(worker)  # first: an interrupt may come while it starts
                 worker.start()
             if len(ahead) > 2 * threads:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeVar, final
 
-from holdfast._lanes import join_all, uninterrupted
+from holdfast._lanes import Lane, join_all, uninterrupted
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -95,7 +95,8 @@ class DiskThreads:
                     self._crew = crew
                 if crew is self._crew:
                     break
-            crew.grow(min(self._count, len(crew.threads) + items))
+        # Not under the lock: garbage may be collected in a thread that starts, and read.
+        crew.grow(min(self._count, len(crew.threads) + items))
         return crew
 
     def _leave(self, user: "_User") -> None:
@@ -174,7 +175,7 @@ class _Crew:
 
     def __init__(self) -> None:
         self.users: set[_User] = set()
-        self.threads: list[threading.Thread] = []
+        self.threads: list[Lane] = []
         self.started = 0
         self.work: queue.SimpleQueue[_Request[Any, Any] | None] = queue.SimpleQueue()
         self._answered_s = time.monotonic()
@@ -185,12 +186,11 @@ class _Crew:
     def grow(self, count: int) -> None:
         """Start as many threads as are to be had: there are none while the interpreter exits."""
         while len(self.threads) < count:
-            thread = threading.Thread(target=self._run, name="holdfast-disk", daemon=True)
-            self.threads.append(thread)  # first: an interrupt may come while it starts
+            thread = Lane(self._run, name="holdfast-disk", daemon=True)
+            self.threads.append(thread)  # first: it may begin although its start is interrupted
             try:
                 thread.start()
             except (RuntimeError, MemoryError):
-                self.threads.remove(thread)
                 return
             self.started += 1
 

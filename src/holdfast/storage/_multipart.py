@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
-from holdfast._lanes import join_all
+from holdfast._lanes import Lane, join_all
 from holdfast.contracts import ObjectInfo
 from holdfast.errors import StorageError
 
@@ -141,9 +141,7 @@ class _Upload:
     def __init__(self, put: Callable[[Iterator[bytearray]], "PutResult"]) -> None:
         self._handover = _Handover()
         # A daemon, or a writer that somebody forgot would keep the interpreter from ending.
-        self._thread = threading.Thread(
-            target=self._handover.run, args=(put,), name="holdfast-upload", daemon=True
-        )
+        self._thread = Lane(self._handover.run, put, name="holdfast-upload", daemon=True)
         self._thread.start()
         self._forgotten = weakref.finalize(self, _forget, self._handover, self._thread)
 
@@ -172,7 +170,7 @@ class _Upload:
             raise self._handover.error
 
 
-def _forget(handover: _Handover, thread: threading.Thread) -> None:
+def _forget(handover: _Handover, thread: Lane) -> None:
     handover.parts.put(_GivenUpError())
     if thread is not threading.current_thread():
-        thread.join(_GIVE_UP_S)
+        thread.wait(_GIVE_UP_S)

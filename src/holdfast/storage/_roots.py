@@ -18,13 +18,18 @@ def roots_above(folder: Path) -> Iterator[Path]:
     return (above for above in folder.parents if (above / ROOT_MARK).exists())
 
 
+def folder_of(storage: Storage) -> Path | None:
+    """Where a storage begins, without links, if it is on a disk."""
+    url = urlsplit(storage.url)
+    return Path(os.fsdecode(unquote_to_bytes(url.path))) if url.scheme == "file" else None
+
+
 def is_in_another(storage: Storage, folder: str) -> bool:
     """Whether a folder of a store is, or is inside of, a folder that others use as a store of its
     own. Not known of what is on no disk: ``False``."""
-    url = urlsplit(storage.url)
-    if url.scheme != "file":
+    at = folder_of(storage)
+    if at is None:
         return False
-    at = Path(os.fsdecode(unquote_to_bytes(url.path)))
     for name in folder.split("/"):
         at /= name
         if os.path.exists(at / ROOT_MARK):  # noqa: PTH110 -- it raises nothing

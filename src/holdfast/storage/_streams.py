@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from holdfast._lanes import join_all, run_all
+from holdfast._lanes import Lane, join_all, run_all
 from holdfast.contracts import ReadRange
 from holdfast.storage._disk_threads import DiskThreads
 from holdfast.storage._pages import Buffers, address_of
@@ -62,9 +62,10 @@ class WriteStream:
         self._most = _BUFFERS
         self._room = threading.Semaphore(self._most)
         self._work: queue.SimpleQueue[tuple[Buffer, int] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Lane] = []
+        self._started = 0
         self._errors: list[BaseException] = []
-        self._last_will: tuple[threading.Thread, Callable[[], None]] | None = None
+        self._last_will: tuple[Lane, Callable[[], None]] | None = None
 
     def append(self, data: memoryview) -> None:
         taken = 0
@@ -107,7 +108,7 @@ class WriteStream:
         for itself: it ends what it is writing, and does ``then`` as its last.
         """
         this = threading.current_thread()
-        if this not in self._threads:
+        if not isinstance(this, Lane) or this not in self._threads:
             self.close()
             then()
             return
@@ -133,19 +134,20 @@ class WriteStream:
         assert buffer is not None  # noqa: S101 -- for mypy
         if len(self._threads) < IN_FLIGHT:
             self._start_thread()
-        if self._threads:
+        if self._started:
             self._work.put((buffer, self._offset))
         else:
             self._write_buffer(buffer, self._offset)
         self._offset += BUFFER_BYTES
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._write_from_queue, name="holdfast-write", daemon=True)
-        self._threads.append(thread)  # first: an interrupt may come while it starts
+        thread = Lane(self._write_from_queue, name="holdfast-write", daemon=True)
+        self._threads.append(thread)  # first: it may begin although its start is interrupted
         try:
             thread.start()
         except (RuntimeError, MemoryError):  # none is to be had, as while the interpreter exits
-            self._threads.remove(thread)
+            return
+        self._started += 1
 
     def _write_from_queue(self) -> None:
         while (work := self._work.get()) is not None:
