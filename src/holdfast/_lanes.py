@@ -29,7 +29,7 @@ class Lane(threading.Thread):
         work: Callable[..., object],
         *args: Any,
         name: str,
-        daemon: bool = False,
+        daemon: bool | None = None,
     ) -> None:
         super().__init__(target=work, args=args, name=name, daemon=daemon)
         self._process = os.getpid()
@@ -41,6 +41,16 @@ class Lane(threading.Thread):
         try:
             super().run()
         finally:
+            self._end()
+
+    def _bootstrap_inner(self) -> None:
+        try:
+            super()._bootstrap_inner()  # type: ignore[misc]  # it may fail before there is a run
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._is_over:
             self._is_over = True
             self._bell.release()
 

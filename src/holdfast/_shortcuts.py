@@ -6,12 +6,11 @@ needed: not for reading as NumPy.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.catalog import Catalog
-from holdfast.catalog._stores import store_to_read, store_to_write
+from holdfast.catalog._stores import store_of
 from holdfast.storage import open_storage
 from holdfast.storage._roots import folder_of
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 def save(state: object, path: str | os.PathLike[str], **options: Any) -> str:
     """Save any state as the checkpoint ``path``, that is ``<root>/<prefix>``; returns the prefix.
-    If that folder is a part of a store further up, it is saved in that, under a longer prefix.
 
     ``state`` is a tensor, a module, an optimizer, anything with ``state_dict``, or dicts and lists
     of such things and plain values. ``options`` are those of ``SaveOptions``; random number
@@ -33,7 +31,7 @@ def save(state: object, path: str | os.PathLike[str], **options: Any) -> str:
     from holdfast.distributed import SaveOptions  # noqa: PLC0415 -- torch is an optional dependency
     from holdfast.distributed._shortcuts import save_tree  # noqa: PLC0415
 
-    root, prefix = place_to_save(path)
+    root, prefix = split_path(path)
     options.setdefault("include_rng_state", False)
     chosen = SaveOptions(checkpoint_prefix=prefix, **_options("save", options))
     with _checkpointer(root) as checkpointer:
@@ -56,7 +54,7 @@ def load(
     ``as_numpy`` tensors come as NumPy arrays, and no torch is needed. ``options`` are those of
     ``LoadOptions``. In a torch.distributed job all ranks call this, unless ``as_numpy``.
     """
-    root, prefix = _in_store(*split_path(path), store_to_read)
+    root, prefix = _place(path)
     if as_numpy:
         if into is not None or map_location is not None or options.keys() - {"include"}:
             raise ValueError("as_numpy goes with no other option than include")
@@ -69,15 +67,12 @@ def load(
         return load_tree(checkpointer, into, map_location, chosen)
 
 
-def place_to_save(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """The root and the prefix of a checkpoint that is to be saved as ``path``. On a disk a folder
-    with checkpoints of a store further up is a part of that, and no root."""
-    return _in_store(*split_path(path), store_to_write)
-
-
-def _in_store(root: str, prefix: str, store_of: Callable[[Path], Path]) -> tuple[str, str]:
+def _place(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The root and the prefix of a checkpoint that is there. On a disk its folder may be a part of
+    a store further up."""
+    root, prefix = split_path(path)
     scheme, is_url, _ = root.partition("://")
-    if is_url and scheme.lower() != "file":
+    if (is_url and scheme.lower() != "file") or prefix in {".", ".."}:
         return root, prefix
     folder = folder_of(open_storage(root))
     if folder is None:

@@ -141,15 +141,6 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path):
     assert catalog.gc().deleted == ()
 
 
-def test_a_folder_of_a_store_does_not_become_another(tmp_path):
-    """Who cleans that up would not see who else in the store refers to its files."""
-    Catalog(tmp_path).write("run/one", {"a": np.zeros(3)})
-    save(tmp_path / "run" / "two", state())
-    assert {info.prefix for info in Catalog(tmp_path).list()} == {"run/one", "run/two"}
-    assert [path.parent for path in tmp_path.rglob(".holdfast.lock")] == [tmp_path]
-    assert_same(load(tmp_path / "run" / "two", state(1)), state())
-
-
 def test_a_model_that_dcp_saved_is_loaded_by_a_distributed_checkpoint(tmp_path):
     torch.manual_seed(0)
     saved, model = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)

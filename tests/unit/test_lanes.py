@@ -159,6 +159,39 @@ def test_a_wait_that_is_bounded_says_whether_the_work_is_over():
     assert lane.wait()
 
 
+def test_a_thread_that_dies_before_its_work_begins_is_not_waited_for(monkeypatch):
+    """As when a signal handler raises while it starts: the thread does not find itself then."""
+
+    def die(thread):
+        thread._set_ident()
+        thread._started.set()
+        threading._limbo.pop(thread)
+        raise SystemExit
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", die)
+    lane = Lane(pytest.fail, "it ran", name="lane")
+    lane.start()
+    assert lane.wait(30)
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+def test_threads_end_with_the_interpreter_if_who_starts_them_does(daemon):
+    seen = []
+
+    def work():
+        run_all(range(2), lambda _: both.wait(30), lanes=2)
+
+    def look():
+        lanes = [each for each in threading.enumerate() if each.name == "holdfast-lane"]
+        seen.extend(each.daemon for each in lanes)
+
+    both = threading.Barrier(2, action=look)
+    starts = threading.Thread(target=work, daemon=daemon)
+    starts.start()
+    starts.join(30)
+    assert seen == [daemon]
+
+
 def test_all_who_wait_for_one_thread_go_on():
     end, gone_on = threading.Event(), []
     lane = Lane(end.wait, 30, name="lane")

@@ -361,30 +361,6 @@ def nested(root, folder="run/"):
     return state
 
 
-def stores_in(root):
-    return [path.parent for path in root.rglob(".holdfast.lock")]
-
-
-@pytest.mark.parametrize("form", [str, Path, "file://{}".format])
-def test_a_folder_of_a_store_does_not_become_another_by_a_save(tmp_path, form):
-    """Who cleans that up would not see who refers to its files."""
-    state = nested(tmp_path)
-    assert holdfast.save(state, form(tmp_path / "run" / "three"), incremental=True) == "run/three"
-    assert stores_in(tmp_path) == [tmp_path]
-    assert not list((tmp_path / "run" / "three").glob("shard*"))
-    Catalog(tmp_path).delete("run/one")
-    Catalog(tmp_path).gc()
-    assert torch.equal(holdfast.load(form(tmp_path / "run" / "three"))["a"], state["a"])
-
-
-def test_a_new_folder_in_a_store_and_one_that_is_a_store_are_stores(tmp_path):
-    nested(tmp_path)
-    for name in ("new/one", "new/two"):
-        path = tmp_path / name
-        assert holdfast.save({}, path) == path.name
-    assert sorted(stores_in(tmp_path)) == [tmp_path, tmp_path / "new"]
-
-
 @pytest.mark.parametrize("as_numpy", [False, True])
 def test_a_checkpoint_is_loaded_by_its_path_wherever_its_store_begins(tmp_path, as_numpy):
     state = nested(tmp_path / "store")

@@ -148,7 +148,7 @@ class Saves:
     def _run(self, job: "_Job") -> None:
         """Have a thread save, once it may begin. Not a daemon: the interpreter waits for it before
         it exits."""
-        self._thread = Lane(self._work, job, name="holdfast-save")
+        self._thread = Lane(self._work, job, name="holdfast-save", daemon=False)
         self._last[:] = [job.promise]
         try:
             self._thread.start()

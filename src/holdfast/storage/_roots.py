@@ -15,7 +15,7 @@ ROOT_MARK: Final = f"{RESERVED}.lock"
 
 def roots_above(folder: Path) -> Iterator[Path]:
     """The folders above this one, without links, in which there is a store; the nearest first."""
-    return (above for above in folder.parents if (above / ROOT_MARK).exists())
+    return (above for above in folder.parents if _is_root(above))
 
 
 def folder_of(storage: Storage) -> Path | None:
@@ -32,6 +32,10 @@ def is_in_another(storage: Storage, folder: str) -> bool:
         return False
     for name in folder.split("/"):
         at /= name
-        if os.path.exists(at / ROOT_MARK):  # noqa: PTH110 -- it raises nothing
+        if _is_root(at):
             return True
     return False
+
+
+def _is_root(folder: Path) -> bool:
+    return os.path.exists(folder / ROOT_MARK)  # noqa: PTH110 -- it raises nothing

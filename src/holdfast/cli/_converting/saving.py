@@ -4,21 +4,23 @@ any save is. Knows where it goes, not what is in it."""
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from holdfast.catalog import Attempt, Catalog
 from holdfast.catalog._delete import delete_replaced
 from holdfast.catalog._placing import box_bounds
 from holdfast.catalog._shard_write import Tick, write_shard
-from holdfast.catalog._stores import store_to_write
 from holdfast.catalog._writing import BoxSource, grouped
 from holdfast.cli._converting.contents import Tensor, chunks_of
 from holdfast.cli._exits import MisuseError
 from holdfast.cli._place import PATIENCE, as_usage, catalog_at, path_of, real, said_store
+from holdfast.contracts import COMMIT_RECORD
 from holdfast.errors import CheckpointExistsError
 from holdfast.format import CommitRecord, CompressionLevel, ShardEntry, StoredFile
 from holdfast.reshard import Box
 from holdfast.resilience import FaultToleranceHandler
+from holdfast.storage._roots import roots_above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class NewCheckpoint:
             root = f"{scheme}://{store}"
         else:
             whole = real(path)
-            store_path = said_store(text) or store_to_write(whole)
+            store_path = said_store(text) or _store_above(whole)
             root, name = str(store_path), whole.relative_to(store_path).as_posix()
         if not name or root.endswith("://"):
             raise MisuseError(f"{text} names no checkpoint: write store/name, as runs/a/step_100")
@@ -78,6 +80,14 @@ class NewCheckpoint:
             self.catalog.commit(attempt, make(attempt, ticking))
         if attempt.replaces is not None:
             delete_replaced(self.catalog.storage, attempt.replaces)
+
+
+def _store_above(path: Path) -> Path:
+    """The folder above; but one that has checkpoints already is part of the store whose lock file
+    is above it: others there may refer to their files."""
+    folder = path.parent
+    marked = roots_above(path)
+    return next(marked, folder) if any(folder.glob(f"*/{COMMIT_RECORD}")) else folder
 
 
 @dataclass(slots=True, kw_only=True)

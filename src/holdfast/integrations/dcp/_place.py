@@ -9,13 +9,12 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
-from holdfast._shortcuts import place_to_save, split_path
+from holdfast._shortcuts import split_path
 from holdfast.catalog import Catalog
 from holdfast.contracts import Storage
 from holdfast.storage import StorageOptions
 
 CheckpointId = str | os.PathLike[str]
-_At = tuple[Storage | StorageOptions | str, str]
 
 _SCHEMES: Final = frozenset({"s3", "gs", "az", "file"})
 _STEP: Final = re.compile(r"step[-_=]?([0-9]{1,18})\Z", re.ASCII)
@@ -24,25 +23,21 @@ _STEP: Final = re.compile(r"step[-_=]?([0-9]{1,18})\Z", re.ASCII)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """The checkpoint ``checkpoint_id``: a path or URL ``<root>/<prefix>``, or with ``storage`` a
-    prefix in that. Where a path's root is is found out once."""
+    prefix in that."""
 
     checkpoint_id: CheckpointId
     storage: Storage | StorageOptions | None = None
     _catalogs: dict[Any, Catalog] = field(default_factory=dict, repr=False, compare=False)
-    _at: _At = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_at", self._split())
+        self._split()
 
-    def __getstate__(self) -> tuple[CheckpointId, Storage | StorageOptions | None, _At]:
-        return self.checkpoint_id, self.storage, self._at
+    def __getstate__(self) -> tuple[CheckpointId, Storage | StorageOptions | None]:
+        return self.checkpoint_id, self.storage
 
-    def __setstate__(
-        self, state: tuple[CheckpointId, Storage | StorageOptions | None, _At]
-    ) -> None:
+    def __setstate__(self, state: tuple[CheckpointId, Storage | StorageOptions | None]) -> None:
         object.__setattr__(self, "checkpoint_id", state[0])
         object.__setattr__(self, "storage", state[1])
-        object.__setattr__(self, "_at", state[2])
         object.__setattr__(self, "_catalogs", {})
 
     def at(self, checkpoint_id: CheckpointId) -> Self:
@@ -52,7 +47,7 @@ class Place:
     @property
     def catalog(self) -> Catalog:
         """The store, opened once: it remembers what it has listed."""
-        root, _ = self._at
+        root, _ = self._split()
         key = root if isinstance(root, str) else id(root)
         if key not in self._catalogs:
             self._catalogs.clear()
@@ -61,7 +56,7 @@ class Place:
 
     @property
     def prefix(self) -> str:
-        return self._at[1]
+        return self._split()[1]
 
     @property
     def step(self) -> int | None:
@@ -69,9 +64,9 @@ class Place:
         found = _STEP.search(self.prefix)
         return None if found is None else int(found[1])
 
-    def _split(self) -> _At:
+    def _split(self) -> tuple[Storage | StorageOptions | str, str]:
         if self.storage is None:
-            return place_to_save(self.checkpoint_id)
+            return split_path(self.checkpoint_id)
         return self.storage, os.fspath(self.checkpoint_id).strip("/")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from holdfast._shortcuts import place_to_save
+from holdfast._shortcuts import split_path
 from holdfast.contracts import Storage
 from holdfast.distributed import (
     CheckpointFormat,
@@ -29,7 +29,7 @@ def save_pretrained(
     Raises as ``holdfast.save``, and ``ValueError`` for a model without a config. After an error
     nothing is there that ``from_pretrained`` would open, or what was there before.
     """
-    root, prefix = place_to_save(path)
+    root, prefix = split_path(path)
     is_trainer = hasattr(model_or_trainer, "callback_handler")
     model = model_or_trainer.model if is_trainer else model_or_trainer
     config = getattr(model, "config", None)

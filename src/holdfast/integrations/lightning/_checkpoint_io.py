@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from holdfast import _checks
-from holdfast._shortcuts import place_to_save
+from holdfast._shortcuts import split_path
 from holdfast.contracts import Storage
 from holdfast.coordination import SoloCoordinator
 from holdfast.distributed import (
@@ -140,7 +140,7 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """The checkpointer of a path, and the prefix in there. One is open at a time."""
         root: Any = self._storage
         if root is None:
-            root, prefix = place_to_save(path)
+            root, prefix = split_path(path)
         else:
             prefix = os.fspath(path).rstrip("/").rpartition("/")[2]
         if self._checkpoint is None or root != self._root:
