@@ -112,11 +112,35 @@ def _doubling(depth: int) -> bytes:
     body = b"]q\0"
     for level in range(depth):
         body += b"](h" + bytes([level]) + b"h" + bytes([level]) + b"eq" + bytes([level + 1])
-    return _whole(body)
+    return body
+
+
+def _doubling_late(depth: int) -> bytes:
+    """The same, of lists that are in each other before anything is in them."""
+    body = b"".join(b"]q" + bytes([level]) for level in range(depth + 1))
+    for level in reversed(range(depth)):
+        body += b"h" + bytes([level + 1]) + b"(h" + bytes([level]) + b"h" + bytes([level]) + b"e"
+    return body + b"h" + bytes([depth])
+
+
+_PAIRS = b")" + b"q\0h\0\x86" * 60
+"""The same of tuples, in one place of the memo."""
 
 
 HARMFUL: Mapping[str, bytes] = {
-    "lists of lists twice": _doubling(60),
+    "lists of lists twice": _whole(_doubling(60)),
+    "a call of lists of lists twice": _whole(_doubling(60) + b")R"),
+    "a call of lists that are filled late": _whole(_doubling_late(60) + b")R"),
+    "a new object of lists of lists twice": _whole(_doubling(60) + b")\x81"),
+    "a call of lists that are forgotten then": _whole(_doubling(60) + b")R0" + b"Nr\x3c\0\0\0"),
+    "a layout of lists of lists twice": _whole(
+        _doubling(60) + called("torch._utils", "_rebuild_sparse_tensor", b"h\x3c", b"N")
+    ),
+    "a key of pairs of pairs": _whole(b"}" + _PAIRS + b"K\1s"),
+    "a member of pairs of pairs": b"\x80\x04\x8f(" + _PAIRS + b"\x90.",
+    "many keys of some pairs of pairs": _whole(
+        b"}(" + b")" + b"q\0h\0\x86" * 16 + b"q\1" + b"K\1" + b"h\1K\1" * 100_000 + b"u"
+    ),
     "a list in itself": _whole(b"]q\0h\0a"),
     "a dict in itself": _whole(b"}q\0K\1h\0s"),
     "a tuple of a list of itself": _whole(b"]q\0h\0\x85q\1h\1ah\1"),

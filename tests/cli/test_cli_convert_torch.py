@@ -512,6 +512,49 @@ def test_tuples_too_deep_to_be_keys_are_refused_and_end_no_process(tmp_path):
     assert torch.load(tmp_path / "good", weights_only=True)["many"] == many
 
 
+LISTS = b"]q\0" + b"".join(bytes(b"](h%ch%ceq%c" % (n, n, n + 1)) for n in range(60))
+LATE = b"".join(b"]q%c" % n for n in range(61)) + b"".join(
+    bytes(b"h%c(h%ch%ce" % (n + 1, n, n)) for n in reversed(range(60))
+)
+PAIRS = b")" + b"q\0h\0\x86" * 60
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        LISTS + b")R",
+        LISTS + b")\x81",
+        LISTS + b")R0Nr\x3c\0\0\0",
+        LATE + b"h\x3c)R",
+        LISTS + b"ctorch._utils\n_rebuild_sparse_tensor\n(h\x3cNtR",
+        b"}" + PAIRS + b"K\1s",
+        b"}()" + b"q\0h\0\x86" * 16 + b"q\1K\1" + b"h\1K\1" * 100_000 + b"u",
+    ],
+    ids=["called", "made", "forgotten", "filled late", "layout", "key", "keys"],
+)
+def test_what_would_never_be_printed_or_hashed_is_refused_before_torch_sees_it(tmp_path, body):
+    """Few bytes that make sixty lists or tuples, each twice in the next."""
+    data = b"\x80\x02" + body + b"."
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", data)
+        archive.writestr("a/version", b"3\n")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(data)
+    for source in ("a.pt", "dcp"):
+        saying = "in each other so often"
+        ran = refused("convert", tmp_path / source, tmp_path / "b", code=4, saying=saying)
+        assert ran.memory < 256 * MIB
+
+
+def test_a_tensor_that_is_there_very_often_is_converted(tmp_path):
+    tensor = torch.arange(3.0)
+    torch.save({"w": tensor, "often": [tensor] * 3000, "all": [[tensor] * 30] * 30}, tmp_path / "a")
+    done("convert", tmp_path / "a", tmp_path / "b", "--to", "torch")
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert len(found["often"]) == 3000
+    assert torch.equal(found["all"][29][29], tensor)
+
+
 def test_an_archive_inside_of_dcp_may_not_be_compressed_either(tmp_path):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
     found = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())

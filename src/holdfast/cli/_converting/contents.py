@@ -98,6 +98,12 @@ def check_tree(tree: Any, path: str) -> None:
         return known[id(value)]
 
     total, _ = measured(tree, 0)
+    check_sharing(total, distinct, path)
+
+
+def check_sharing(total: int, distinct: int, path: str) -> None:
+    """``CorruptedError`` if so many things that differ come to a ``total`` beyond all measure, as
+    often as they are in each other."""
     if total > _SHARED_TIMES * distinct + _SHARED_MEMBERS:
         raise CorruptedError(
             f"the same lists or dicts are in each other so often that {total:.3g} things are in "
