@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import pickle
+import struct
 import warnings
 import zipfile
 import zlib
@@ -519,31 +520,95 @@ LATE = b"".join(b"]q%c" % n for n in range(61)) + b"".join(
 PAIRS = b")" + b"q\0h\0\x86" * 60
 
 
+SOME_PAIRS = b")" + b"q\0h\0\x86" * 16 + b"q\1"
+BYTES = b"cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R"
+OFTEN, NO_FUNCTION = "in each other so often", "it calls what is no function"
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "saying"),
     [
-        LISTS + b")R",
-        LISTS + b")\x81",
-        LISTS + b")R0Nr\x3c\0\0\0",
-        LATE + b"h\x3c)R",
-        LISTS + b"ctorch._utils\n_rebuild_sparse_tensor\n(h\x3cNtR",
-        b"}" + PAIRS + b"K\1s",
-        b"}()" + b"q\0h\0\x86" * 16 + b"q\1K\1" + b"h\1K\1" * 100_000 + b"u",
+        (LISTS + b")R", NO_FUNCTION),
+        (LISTS + b")\x81", NO_FUNCTION),
+        (LISTS + b")R0Nr\x3c\0\0\0", NO_FUNCTION),
+        (LATE, OFTEN),
+        (LISTS + b"ctorch._utils\n_rebuild_sparse_tensor\n(h\x3cNtR", OFTEN),
+        (b"}" + PAIRS + b"K\1s", OFTEN),
+        (b"(0}" + PAIRS + b"K\1s", OFTEN),
+        (b"}(" + SOME_PAIRS + b"K\1" + b"h\1K\1" * 100_000 + b"u", OFTEN),
+        (SOME_PAIRS + b"]h\1aq\2" + b"cbuiltins\nset\nh\2\x85R" * 100_000, OFTEN),
+        (BYTES, "it makes bytes of a number"),
+        (b"c_codecs\nencode\nq\0h\0X\2\0\0\0abX\3\0\0\0hex\x86RX\3\0\0\0hex\x86R", "encodes what"),
+        (b"](h\0", "cut short or damaged"),
     ],
-    ids=["called", "made", "forgotten", "filled late", "layout", "key", "keys"],
-)
-def test_what_would_never_be_printed_or_hashed_is_refused_before_torch_sees_it(tmp_path, body):
-    """Few bytes that make sixty lists or tuples, each twice in the next."""
+    ids=(
+        "called", "made", "forgotten", "late", "layout", "key", "marked", "keys", "sets", "bytes",
+        "hex", "cut",
+    ),
+)  # fmt: skip
+def test_what_would_take_for_ever_is_refused_before_torch_sees_it(tmp_path, body, saying):
+    """Few bytes that make sixty lists or tuples, each twice in the next, and the like."""
     data = b"\x80\x02" + body + b"."
-    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
-        archive.writestr("a/data.pkl", data)
-        archive.writestr("a/version", b"3\n")
+    (tmp_path / "a.pt").write_bytes(archive_of({"a/data.pkl": data}))
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(data)
     for source in ("a.pt", "dcp"):
-        saying = "in each other so often"
         ran = refused("convert", tmp_path / source, tmp_path / "b", code=4, saying=saying)
         assert ran.memory < 256 * MIB
+
+
+def archive_of(members):
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+        archive.writestr("a/version", b"3\n")
+    return data.getvalue()
+
+
+def two_lists():
+    """An archive with a bad pickle, whose end says where its list is, and before that end another
+    list, of a good one. zipfile reads the last, torch the one that it is told of."""
+    bad = archive_of({"a/data.pkl": b"\x80\x02}" + PAIRS + b"K\1s."})
+    good = archive_of({"a/data.pkl": b"\x80\x02}."})
+    (start,) = struct.unpack("<I", bad[-6:-2])
+    good_start = struct.unpack("<I", good[-6:-2])[0]
+    listed = bytearray(good[good_start:-22])
+    at = 0
+    while at < len(listed):
+        sizes = struct.unpack("<HHH", listed[at + 28 : at + 34])
+        (old,) = struct.unpack("<I", listed[at + 42 : at + 46])
+        struct.pack_into("<I", listed, at + 42, old + start - good_start)
+        at += 46 + sum(sizes)
+    return bad[:-22] + good[:good_start] + bytes(listed) + bad[-22:]
+
+
+@pytest.mark.parametrize(
+    ("data", "saying"),
+    [
+        (archive_of({"a/DATA.PKL": b"\x80\x02}" + PAIRS + b"K\1s."}), OFTEN),
+        (archive_of({"a/data.pkl": b"N.", "b/data.pkl": b"N."}), "more than one data.pkl"),
+        (two_lists(), "does not end as torch.save ends one"),
+        (archive_of({"a/data.pkl": b"N."}) + b"\0", "does not end as torch.save ends one"),
+    ],
+    ids=["case", "two", "two lists", "more"],
+)
+def test_no_pickle_is_loaded_that_was_not_looked_at(tmp_path, data, saying):
+    (tmp_path / "a.pt").write_bytes(data)
+    refused("convert", tmp_path / "a.pt", tmp_path / "b", code=4, saying=saying)
+
+
+def test_what_ordinary_states_share_and_call_is_converted(tmp_path):
+    config = {"vocab": "x" * 1_000_000, "n": 1}
+    state = {f"layer{n}": {"config": config, "w": torch.ones(2)} for n in range(48)}
+    state["bytes"] = b"some \xff bytes"
+    for old in (False, True):
+        path = tmp_path / f"{old}.pt"
+        torch.save(state, path, _use_new_zipfile_serialization=not old)
+        done("convert", path, tmp_path / f"{old}", "--to", "torch")
+        found = torch.load(tmp_path / f"{old}", weights_only=True)
+        assert found["layer47"]["config"] == config
+        assert found["bytes"] == state["bytes"]
 
 
 def test_a_tensor_that_is_there_very_often_is_converted(tmp_path):

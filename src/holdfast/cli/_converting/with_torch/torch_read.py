@@ -27,7 +27,7 @@ from holdfast.cli._converting.contents import (
 )
 from holdfast.cli._converting.file_parts import FilePart, tensor_in_files
 from holdfast.cli._converting.recognising import ZIP
-from holdfast.cli._converting.with_torch.nesting import check_nesting
+from holdfast.cli._converting.with_torch.pickles import check_pickles
 from holdfast.distributed._tensors import Unstorable, check_storable, code_of, memory_of
 from holdfast.errors import CorruptedError, IncompatibleVersionError
 from holdfast.reshard import Box, split_box
@@ -40,7 +40,15 @@ _MOST_TIMES: Final = 10_000
 larger than that, how many times the size of its file."""
 
 _PICKLE: Final = "data.pkl"
+_PICKLES: Final = 5
+"""In a file of before torch 1.6: what it is, of which version, of which machine, the state, and its
+keys. Then come the bytes of tensors."""
+
 _HEADER: Final = struct.Struct("<26xHH")  # of a member of an archive; it ends with two lengths
+_ENDS: Final = struct.Struct(
+    "<4s36xQQ4s4xQ4x4s8xIIH"
+)  # that of 64 bits, where it is, and the other
+_END_BYTES: Final = 22
 _NO_ARCHIVE: Final = (
     zipfile.BadZipFile,
     EOFError,
@@ -73,7 +81,7 @@ def loaded(file: BinaryIO | io.BytesIO, path: Path, device: str) -> Any:
         _check_archive(file, path)
     else:
         file.seek(0)
-        check_nesting(file.read(), path=str(path))
+        check_pickles(file.read(), path=str(path), count=_PICKLES)
     file.seek(0)
     try:
         with warnings.catch_warnings():
@@ -109,13 +117,18 @@ def _check_archive(file: BinaryIO | io.BytesIO, path: Path) -> None:
     """``CorruptedError`` unless all in the archive stands in it as it is, uncompressed, and its
     pickle can be loaded at all."""
     try:
+        _check_end(file, path)
         with zipfile.ZipFile(file) as archive:
             packed = [each for each in archive.infolist() if each.compress_type]
             if not packed:
-                for each in archive.infolist():
-                    if each.filename.endswith(_PICKLE):
-                        data = archive.read(each) if each.CRC else _unchecked(file, each)
-                        check_nesting(data, path=str(path))
+                # torch finds names in any case.
+                names = [(each, each.filename.lower()) for each in archive.infolist()]
+                found = [each for each, name in names if name.endswith(_PICKLE)]
+                if len(found) > 1:
+                    raise CorruptedError(f"there is more than one {_PICKLE} in it", path=str(path))
+                for each in found:
+                    data = archive.read(each) if each.CRC else _unchecked(file, each)
+                    check_pickles(data, path=str(path))
     except _NO_ARCHIVE as error:
         raise CorruptedError(
             f"this file is cut short or damaged: {_first_line(error)}", path=str(path)
@@ -123,6 +136,24 @@ def _check_archive(file: BinaryIO | io.BytesIO, path: Path) -> None:
     if packed:
         raise CorruptedError(
             f"{packed[0].filename!r} is compressed in this archive, which torch.save never does",
+            path=str(path),
+        )
+
+
+def _check_end(file: BinaryIO | io.BytesIO, path: Path) -> None:
+    """``CorruptedError`` unless the list of what is in the archive is where its end says, and right
+    before that: others look for it in the one place, and torch in the other."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - _ENDS.size))
+    end = _ENDS.unpack(file.read(_ENDS.size).rjust(_ENDS.size, b"\0"))
+    mark_64, length, start, mark_at, at_64, mark, short_length, short_start, comment = end
+    if mark_at == b"PK\6\7":
+        is_whole = mark_64 == b"PK\6\6" and at_64 == start + length == size - _ENDS.size
+    else:
+        is_whole = short_start + short_length == size - _END_BYTES
+    if mark != b"PK\5\6" or comment or not is_whole:
+        raise CorruptedError(
+            "this archive does not end as torch.save ends one: it is cut short or damaged",
             path=str(path),
         )
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from holdfast.cli._converting.with_torch.nesting import check_nesting
+from holdfast.cli._converting.with_torch.pickles import check_pickles
 from holdfast.errors import CorruptedError
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
@@ -58,7 +58,7 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- see below
 def read_metadata(path: Path) -> Any:
     """The ``Metadata`` of a folder. ``CorruptedError`` if it is damaged or names anything else."""
     data = path.read_bytes()
-    check_nesting(data, path=str(path))
+    check_pickles(data, path=str(path))
     try:
         found = _Unpickler(io.BytesIO(data)).load()
     except _Refused as refusal:

@@ -1,5 +1,5 @@
-"""How deep, and how often, the things of a pickle are in each other, told from its opcodes before
-anybody loads it.
+"""What would go wrong with a pickle, told from its opcodes before anybody loads it: things that are
+too deep, or too often, in each other, and calls that make much of little.
 
 What is a key of a dict is hashed, and what an unpickler refuses it prints, torch's included, with
 all that is in it. The hash of a tuple in a tuple in a tuple is a call in a call in a call, in C,
@@ -18,12 +18,8 @@ from holdfast.errors import CorruptedError
 MOST_DEEP: Final = 10_000
 """Far below what a stack of the usual 8 MiB can take, far above what anybody saves."""
 
-_MOST_PICKLES: Final = 5
-"""In a file of before torch 1.6: what it is, of which version, of which machine, the state, and its
-keys. Then come the bytes of tensors."""
-
-_UNIT: Final = 16
-"""How many bytes of a text count as one thing."""
+_UNIT: Final = 1024
+"""How many letters of a text count as one thing more."""
 
 _PARTS: Final = 3
 """How many times more there may be of things in a pickle than in what it comes to: a tensor is some
@@ -35,34 +31,37 @@ _TAKE_ALL: Final = {pickletools.markobject, pickletools.stackslice}
 _PUT: Final = {"PUT", "BINPUT", "LONG_BINPUT"}
 _GET: Final = {"GET", "BINGET", "LONG_BINGET"}
 _FILL: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
+_TUPLES: Final = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"}
+_CALLS: Final = {"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"}
+_NAMED: Final = {"GLOBAL", "STACK_GLOBAL", "INST"}
 _ALONE: Final = {
     opcode.name for opcode in pickletools.opcodes if not opcode.stack_before and opcode.stack_after
-} - {"MARK", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", *_GET}
+} - {"MARK", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", *_GET, *_NAMED}
 """What has nothing in it, and never will."""
 
 _WITH_LENGTH: Final = {str, bytes, bytearray}
-_MADE_OF: Final = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET", "REDUCE", "NEWOBJ"} | {
-    "NEWOBJ_EX",
-    "OBJ",
-    "INST",
-}
 
 _Thing = Any
-"""The weight of what has nothing in it, as a number, or a list: of how deep tuples are in each
-other there, and of what is in it. No class of our own, since there may be millions."""
+"""A number, the weight of what has nothing in it; a text, the name by which something was found; or
+a list: of how deep tuples are in each other there, and of what is in it. No class of our own, since
+there may be millions."""
 
 
-def check_nesting(data: bytes, *, path: str) -> None:
-    """``CorruptedError`` for a pickle, or several in a row, whose tuples are too deep in each
-    other, or that has things so often in each other that to look at all of them would not end.
-    Whatever else is wrong with it is left to who loads it. Takes about as long as to load it."""
+def check_pickles(data: bytes, *, path: str, count: int = 1) -> None:
+    """``CorruptedError`` for a pickle, or so many in a row, whose tuples are too deep in each
+    other; that has things so often in each other that to look at all of them would not end; that
+    makes much of little by a call; or that is cut short. Takes about as long as to load it."""
     file = io.BytesIO(data)
-    for _ in range(_MOST_PICKLES):
+    for _ in range(count):
         made = _Made(path)
-        goes_on = made.run(file)
+        try:
+            made.run(file)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            # An unpickler might go on where this does not.
+            raise CorruptedError(
+                f"this file is cut short or damaged: {error}", path=path
+            ) from error
         made.check_sharing()
-        if not goes_on:
-            return
 
 
 class _Made:
@@ -72,18 +71,13 @@ class _Made:
         self._path = path
         self._stack: list[_Thing] = []
         self._memo: dict[int, _Thing] = {}
-        self._keys: list[list[_Thing]] = []
+        self._looked_at: list[list[_Thing]] = []
         self._dropped: list[list[_Thing]] = []
         self._is_shared = False
 
-    def run(self, file: io.BytesIO) -> bool:
-        """Whether it came to its end."""
-        try:
-            for opcode, argument, _ in pickletools.genops(file):
-                self._step(opcode, argument)
-        except (IndexError, KeyError, TypeError, ValueError):
-            return False
-        return True
+    def run(self, file: io.BytesIO) -> None:
+        for opcode, argument, _ in pickletools.genops(file):
+            self._step(opcode, argument)
 
     def check_sharing(self) -> None:
         """What is dropped or put in another's place counts as well: it may have been printed."""
@@ -91,16 +85,17 @@ class _Made:
             return
         roots = [*self._stack, *self._memo.values(), *self._dropped]
         totals, distinct = _measured(each for each in roots if type(each) is list)
-        # Keys are hashed one after the other, each as a whole.
-        hashed = sum(totals[id(key)] for key in self._keys)
-        most = max(hashed, *totals.values())
+        # Keys are hashed, and what is given to calls is, one after the other, each as a whole.
+        looked_at = sum(totals[id(each)] for each in self._looked_at)
+        most = max(looked_at, *totals.values())
         check_sharing(most // _PARTS, distinct, self._path)
 
     def _step(self, opcode: Any, argument: Any) -> None:
         name, stack = opcode.name, self._stack
         if name in _ALONE:
-            has_length = type(argument) in _WITH_LENGTH and name != "GLOBAL"
-            stack.append(1 + len(argument) // _UNIT if has_length else 1)
+            stack.append(1 + len(argument) // _UNIT if type(argument) in _WITH_LENGTH else 1)
+        elif name == "GLOBAL":
+            stack.append(argument)
         elif name == "MARK":
             stack.append(_MARK)
         elif name in _PUT:
@@ -111,6 +106,8 @@ class _Made:
             again = self._top() if name == "DUP" else self._memo[int(argument)]
             self._is_shared = self._is_shared or type(again) is list
             stack.append(again)
+        elif name == "POP" and stack[-1] is _MARK:
+            stack.pop()
         else:
             self._make(name, opcode)
 
@@ -128,27 +125,42 @@ class _Made:
     def _make(self, name: str, opcode: Any) -> None:
         """Take from the stack what an opcode takes, and put there what it makes."""
         taken = self._taken(opcode)
-        if name in _FILL:
+        if name == "STACK_GLOBAL":
+            self._stack.append("")
+        elif name in _FILL:
             filled, *inside = taken
-            self._note_keys(name, inside)
+            self._note(name, inside)
             if type(filled) is list:
                 filled.extend(inside)
             else:
                 self._drop(inside)
             self._stack.append(filled)
         elif opcode.stack_after:
-            self._note_keys(name, taken)
+            self._note(name, taken)
+            if name in _CALLS:
+                self._check_call(*taken)
             # What is filled stays what it was: a list or a dict is never hashed.
-            depth = 1 + max(map(_depth, taken), default=0) if name in _MADE_OF else 0
+            is_deep = name in _TUPLES or name in _CALLS or name == "INST"
+            depth = 1 + max(map(_depth, taken), default=0) if is_deep else 0
             if depth > MOST_DEEP:
-                raise CorruptedError(
-                    f"this file is damaged or meant to do harm: tuples are more than {MOST_DEEP} "
-                    "deep in each other",
-                    path=self._path,
-                )
+                raise self._refusal(f"tuples are more than {MOST_DEEP} deep in each other")
             self._stack.append([depth, *taken])
         else:
             self._drop(taken)
+
+    def _check_call(self, called: _Thing, arguments: _Thing = 1, *_: _Thing) -> None:
+        """What is no name would be refused and printed, which may take for ever. A number of bytes
+        is made of a number, and ``encode`` makes twice as much of what it is given."""
+        given = arguments[1:] if type(arguments) is list else []
+        if type(called) is not str:
+            raise self._refusal("it calls what is no function")
+        if called.endswith("bytearray") and len(given) == 1 and type(given[0]) is not list:
+            raise self._refusal("it makes bytes of a number")
+        if called.startswith("_codecs") and any(type(each) is list for each in given):
+            raise self._refusal("it encodes what was encoded")
+
+    def _refusal(self, why: str) -> CorruptedError:
+        return CorruptedError(f"this file is damaged or meant to do harm: {why}", path=self._path)
 
     def _taken(self, opcode: Any) -> list[_Thing]:
         """What it takes, the first to have come first."""
@@ -164,15 +176,15 @@ class _Made:
         taken.reverse()
         return taken
 
-    def _note_keys(self, name: str, inside: list[_Thing]) -> None:
-        keys: list[_Thing] = []
+    def _note(self, name: str, inside: list[_Thing]) -> None:
+        """What will be looked at as a whole: keys, members of sets, and what is given to calls."""
         if name in {"SETITEM", "SETITEMS", "DICT"}:
-            keys = inside[::2]
-        elif name in {"ADDITEMS", "FROZENSET"}:
-            keys = inside
-        keys = [key for key in keys if type(key) is list]
-        self._keys += keys
-        self._drop(keys)
+            inside = inside[::2]
+        elif name not in {"ADDITEMS", "FROZENSET", *_CALLS}:
+            return
+        found = [each for each in inside if type(each) is list]
+        self._looked_at += found
+        self._drop(found)
 
     def _drop(self, things: Iterable[_Thing]) -> None:
         self._dropped += [each for each in things if type(each) is list]
@@ -190,13 +202,22 @@ def _measured(roots: Iterable[list[_Thing]]) -> tuple[dict[int, int], int]:
     todo = [(root, False) for root in roots]
     while todo:
         thing, is_within_known = todo.pop()
-        inside = thing[1:]
         if is_within_known:
-            weights = (totals[id(each)] if type(each) is list else each for each in inside)
-            totals[id(thing)] = min(1 + sum(weights), _MOST)
+            total = 1
+            for each in thing[1:]:
+                total += totals[id(each)] if type(each) is list else _weight(each)
+            totals[id(thing)] = min(total, _MOST)
         elif id(thing) not in totals:
             totals[id(thing)] = 0
-            distinct += 1 + sum(1 if type(each) is list else each for each in inside)
             todo.append((thing, True))
-            todo += [(each, False) for each in inside if type(each) is list]
+            distinct += 1
+            for each in thing[1:]:
+                distinct += _weight(each)
+                if type(each) is list:
+                    todo.append((each, False))
     return totals, distinct
+
+
+def _weight(thing: _Thing) -> int:
+    """That of itself, without what is in it."""
+    return thing if type(thing) is int else 1
