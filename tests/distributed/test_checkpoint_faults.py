@@ -456,7 +456,8 @@ def test_a_rank_lost_while_what_one_has_read_is_sent_to_all(seed, wide, tmp_path
         if end.error is None:  # the harm came when all was done
             assert end.value == expected
             continue
-        assert end.rank == victim, (rank, end.text)
+        # Who hosts the store and was stopped wakes up to find that the others have left.
+        assert victim in {end.rank, rank}, (rank, end.text)
         assert end.same or ("is loaded all the same" in end.text and end.value == expected)
 
 
